@@ -1,0 +1,11 @@
+"""Loss scaling for low-precision training.
+
+Importing this package imports no framework. The scalers live beside their framework:
+``gradlift.torch`` for PyTorch.
+"""
+
+from gradlift.policy import Dynamic, ScaleState, Static, update
+
+__version__ = "0.1.0"
+
+__all__ = ["Dynamic", "ScaleState", "Static", "update"]

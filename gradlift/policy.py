@@ -1,0 +1,314 @@
+"""When the loss scale changes, and by how much: one pure rule for every framework.
+
+The rule, in pseudo-code; ``update`` below has the same shape::
+
+    overflow, loss finite:      patience -= 1, clean = 0
+                                out of patience: scale = max(scale * backoff_factor, min_scale)
+    overflow, loss not finite:  clean = 0; no scale can mend a forward pass
+    no overflow:                clean += 1
+                                clean = growth_interval: clean = 0, patience refilled,
+                                scale = min(scale * growth_factor, max_scale)
+
+It is written once over an injected ``where``: a Python ternary, ``torch.where``,
+``jnp.where`` and ``keras.ops.where`` all run the same lines, so the frameworks cannot drift
+apart. Every multiplication is rounded to float32, which is what the scale is stored in. State
+goes in, state comes out; nothing here logs, reads a clock or knows of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# Between these both the scale and its inverse are finite and not 0 in float32.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
+
+ON_FLOOR = ("hold", "warn", "raise")
+
+Where = Callable[[Any, Any, Any], Any]
+
+
+class ScaleState(NamedTuple):
+    """What the rule remembers between steps.
+
+    Each field is a Python number or a 0-d array of the framework at hand: ``scale`` float32,
+    ``growth_tracker`` and ``hysteresis_tracker`` int32, all on one device.
+    """
+
+    scale: Any
+    growth_tracker: Any
+    """Clean steps since the scale last changed or a step was skipped."""
+    hysteresis_tracker: Any
+    """Overflows that may still pass before the scale backs off; starts at ``hysteresis``."""
+
+
+@dataclass(frozen=True)
+class Static:
+    """A constant scale. Overflowing steps are skipped, the scale stays.
+
+    Example:
+        >>> Static(2.0**10).init().scale
+        1024.0
+    """
+
+    init_scale: float = 2.0**16
+
+    # The rule's other numbers, so that one rule serves both policies: nothing ever changes.
+    growth_factor = 1.0
+    backoff_factor = 1.0
+    growth_interval = 2**31 - 1
+    hysteresis = 1
+    consecutive_hysteresis = False
+    min_scale = SMALLEST_SCALE
+    max_scale = LARGEST_SCALE
+    on_floor = "hold"
+
+    def __post_init__(self) -> None:
+        _store(self, "init_scale", _scale_value(self.init_scale, "init_scale"))
+
+    def init(self) -> ScaleState:
+        """The state before the first step, in Python numbers."""
+        return ScaleState(self.init_scale, 0, 1)
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A scale that backs off on overflow and grows after a run of clean steps.
+
+    Args:
+        init_scale: the scale of the first step.
+        growth_factor: multiplies the scale after ``growth_interval`` clean steps; above 1.
+        backoff_factor: multiplies the scale on overflow; between 0 and 1.
+        growth_interval: consecutive clean steps before the scale grows.
+        hysteresis: the scale backs off at this many overflows; each of them is skipped.
+        consecutive_hysteresis: refill that count at every clean step, and not only on growth.
+        min_scale: the scale never falls below this.
+        max_scale: the scale never grows above this.
+        on_floor: what to do when an overflow finds the scale at ``min_scale``: ``"hold"`` it
+            silently, ``"warn"`` once, ``"raise"``, or a callable that gets the scaler.
+
+    Example:
+        >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
+        >>> state = policy.init()
+        >>> for found_inf in (True, False, False):
+        ...     state = update(policy, state, found_inf)
+        >>> state.scale
+        8.0
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**127
+    on_floor: str | Callable[[Any], object] = "warn"
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "max_scale"):
+            _store(self, name, _scale_value(getattr(self, name), name))
+        growth = _store(self, "growth_factor", _number(self.growth_factor, "growth_factor"))
+        if not 1.0 < growth < math.inf:
+            raise ValueError(
+                f"growth_factor must be a finite number above 1, got {growth!r}; "
+                "for a scale that never changes use Static(init_scale)"
+            )
+        backoff = _store(self, "backoff_factor", _number(self.backoff_factor, "backoff_factor"))
+        if not 0.0 < backoff < 1.0:
+            raise ValueError(f"backoff_factor must lie between 0 and 1, got {backoff!r}")
+        for name in ("growth_interval", "hysteresis"):
+            _store(self, name, _count(getattr(self, name), name))
+        if not isinstance(self.consecutive_hysteresis, bool):
+            raise ValueError(
+                f"consecutive_hysteresis must be True or False, got {self.consecutive_hysteresis!r}"
+            )
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                f"min_scale must not exceed max_scale, got {self.min_scale!r} > {self.max_scale!r}"
+            )
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale must lie between min_scale and max_scale, got {self.init_scale!r} "
+                f"with min_scale={self.min_scale!r} and max_scale={self.max_scale!r}"
+            )
+        if not (callable(self.on_floor) or self.on_floor in ON_FLOOR):
+            raise ValueError(
+                f"on_floor must be one of {', '.join(map(repr, ON_FLOOR))} or a callable, "
+                f"got {self.on_floor!r}"
+            )
+
+    def init(self) -> ScaleState:
+        """The state before the first step, in Python numbers."""
+        return ScaleState(self.init_scale, 0, self.hysteresis)
+
+    # What other systems do, each as one policy. Settings that a system leaves unbounded take
+    # the widest bound here, since a scale of 0 or inf serves nobody.
+
+    @classmethod
+    def torch(cls, **changes: Any) -> Dynamic:
+        """``torch.amp.GradScaler``."""
+        return cls(**{**_UNBOUNDED, **changes})
+
+    @classmethod
+    def keras(cls, **changes: Any) -> Dynamic:
+        """``keras.optimizers.LossScaleOptimizer``."""
+        return cls(**{**_UNBOUNDED, "init_scale": 2.0**15, **changes})
+
+    @classmethod
+    def apex(cls, **changes: Any) -> Dynamic:
+        """NVIDIA's ``apex.amp``."""
+        return cls(**{**_UNBOUNDED, "max_scale": 2.0**24, "on_floor": "warn", **changes})
+
+    @classmethod
+    def mxnet(cls, **changes: Any) -> Dynamic:
+        """MXNet's ``amp``."""
+        return cls.apex(**changes)
+
+    @classmethod
+    def flax(cls, **changes: Any) -> Dynamic:
+        """Flax's ``DynamicScale``, whose window of 2000 is 2001 steps long."""
+        return cls(**{**_UNBOUNDED, "growth_interval": 2001, **changes})
+
+    @classmethod
+    def jmp(cls, init_scale: float = 2.0**15, **changes: Any) -> Dynamic:
+        """``jmp.DynamicLossScale``; its first scale is the user's, 2**15 in its examples."""
+        return cls(**{"init_scale": init_scale, "min_scale": 1.0, "on_floor": "hold", **changes})
+
+    @classmethod
+    def deepspeed(cls, **changes: Any) -> Dynamic:
+        """DeepSpeed's fp16 section with its defaults."""
+        window = {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0}
+        return cls(**{**window, "on_floor": "raise", **changes})
+
+    @classmethod
+    def megatron(cls, **changes: Any) -> Dynamic:
+        """Megatron-LM's ``DynamicGradScaler`` with its default arguments."""
+        window = {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0}
+        return cls(**{**window, "init_scale": 2.0**32, "on_floor": "hold", **changes})
+
+    @classmethod
+    def fairseq(cls, data_parallel: int = 1, **changes: Any) -> Dynamic:
+        """fairseq's scaler for ``data_parallel`` workers, without its tolerated fraction."""
+        window = max(1, 2**14 // _count(data_parallel, "data_parallel"))
+        start = {"init_scale": 2.0**7, "growth_interval": window, "min_scale": 1e-4}
+        return cls(**{**start, "on_floor": "raise", **changes})
+
+    @classmethod
+    def mindspore(cls, **changes: Any) -> Dynamic:
+        """MindSpore's ``DynamicLossScaleManager``."""
+        return cls(**{"init_scale": 2.0**24, "min_scale": 1.0, "on_floor": "raise", **changes})
+
+
+_UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, "on_floor": "hold"}
+
+Policy = Static | Dynamic
+
+
+def ternary(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """``where`` for Python numbers."""
+    return if_true if condition else if_false
+
+
+def update(
+    policy: Policy,
+    state: ScaleState,
+    found_inf: Any,
+    where: Where = ternary,
+    loss_finite: Any = True,
+) -> ScaleState:
+    """The state after one step.
+
+    Args:
+        policy: a ``Static`` or a ``Dynamic``.
+        state: the state before the step.
+        found_inf: whether the step's gradients held an inf or a NaN, which means that it was
+            skipped: a bool, or a 0-d bool array.
+        where: the framework's select function.
+        loss_finite: whether the unscaled loss was finite: a bool, or a 0-d bool array. A step
+            skipped because of its loss leaves the scale where it is.
+
+    Returns:
+        A new state of the same kind as ``state``.
+    """
+    scale, clean, patience = state
+
+    blame = where(found_inf, 1 + 0 * patience, 0 * patience)
+    if loss_finite is not True:
+        blame = where(loss_finite, blame, 0 * blame)
+    left = patience - blame
+    # A count that ran out stays at 0: every further overflow backs off until it is refilled.
+    left = where(left > 0, left, 0 * left)
+    lowered = _at_least(_times(scale, policy.backoff_factor), policy.min_scale, where)
+    after_skip = where(blame > left, lowered, scale)
+
+    clean = clean + 1
+    grows = clean >= policy.growth_interval
+    raised = _at_most(_times(scale, policy.growth_factor), policy.max_scale, scale, where)
+    full = 0 * patience + policy.hysteresis
+
+    return ScaleState(
+        where(found_inf, after_skip, where(grows, raised, scale)),
+        where(found_inf, 0 * clean, where(grows, 0 * clean, clean)),
+        where(found_inf, left, full if policy.consecutive_hysteresis else where(grows, full, left)),
+    )
+
+
+def _times(scale: Any, factor: float) -> Any:
+    """``scale * factor`` in float32; arrays round by themselves."""
+    return float32(scale * factor) if isinstance(scale, float) else scale * factor
+
+
+def _at_least(scale: Any, floor: float, where: Where) -> Any:
+    return where(scale < floor, floor + 0 * scale, scale)
+
+
+def _at_most(scale: Any, ceiling: float, before: Any, where: Where) -> Any:
+    """``scale`` up to ``ceiling``; growth out of float32's range is refused, as torch does."""
+    capped = where(scale <= LARGEST_SCALE, ceiling + 0 * before, before)
+    return where(scale <= ceiling, scale, capped)
+
+
+def float32(value: float) -> float:
+    """``value`` rounded to float32; what is beyond its range becomes an infinity."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _store(policy: Policy, name: str, value: Any) -> Any:
+    object.__setattr__(policy, name, value)
+    return value
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _scale_value(value: Any, name: str) -> float:
+    number = _number(value, name)
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        raise ValueError(
+            f"{name} must be a positive number from 2**-126 to float32's largest, got {value!r}; "
+            "outside that range the scale or its inverse is 0 or inf"
+        )
+    return float32(number)
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{name} must be between 1 and 2**31 - 1, got {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""PyTorch: see ``GradScaler``."""
