@@ -172,6 +172,12 @@ def time_block(
     return (time.perf_counter() - start) / steps, (issued - start) / steps
 
 
+def rotate(variants: list[str], round_: int) -> list[str]:
+    """The order of a round: every variant comes first, second, ... equally often."""
+    shift = round_ % len(variants)
+    return variants[shift:] + variants[:shift]
+
+
 def take_turns(
     trainers: dict[str, Trainer],
     batches: Sequence[Batch],
@@ -181,10 +187,8 @@ def take_turns(
 ) -> dict[str, Timings]:
     """Time one block of every variant in each round, each round starting with another variant."""
     timings = {variant: Timings() for variant in trainers}
-    order = list(trainers)
     for round_ in range(rounds):
-        shift = round_ % len(order)
-        for variant in order[shift:] + order[:shift]:
+        for variant in rotate(list(trainers), round_):
             wall, host = time_block(trainers[variant], batches, workload.block, device)
             timings[variant].wall.append(wall)
             timings[variant].host.append(host)

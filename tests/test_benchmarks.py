@@ -156,6 +156,13 @@ def test_torch_and_gradlift_do_the_same_work():
     assert all(map(torch.equal, one.parameters(), two.parameters()))
 
 
+def test_every_variant_takes_every_place():
+    rounds = [step_overhead.rotate(["a", "b", "c"], round_) for round_ in range(6)]
+    assert rounds[1] == ["b", "c", "a"]
+    for place in zip(*rounds, strict=True):
+        assert sorted(place) == ["a", "a", "b", "b", "c", "c"]
+
+
 def test_every_round_times_every_variant():
     workload = step_overhead.Workload("tiny", GPT_TINY, rows=2, block=3, warm_up=0)
     trainers = {variant: make_trainer(variant)[1] for variant in ("none", "torch")}
