@@ -95,13 +95,13 @@ def load(test_rows: int = 360, rows: int | None = None) -> Digits:
 
     Args:
         test_rows: how many images to test on.
-        rows: train on only this many images.
+        rows: train on at most this many images.
     """
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     x = torch.as_tensor(images, dtype=torch.float32)[order] / 8 - 1
     y = torch.as_tensor(labels, dtype=torch.int64)[order]
-    train = slice(0, rows if rows is not None else len(x) - test_rows)
+    train = slice(0, min(len(x) - test_rows, len(x) if rows is None else rows))
     targets = F.one_hot(y[train], 10).float()
     return Digits(x[train], targets, x[-test_rows:], y[-test_rows:])
 

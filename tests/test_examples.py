@@ -79,6 +79,7 @@ def test_the_split_is_fixed_and_disjoint():
     data, again = digits.load(), digits.load(rows=100)
     assert (len(data.train), len(data.test)) == (1437, 360)
     assert torch.equal(data.train[:100], again.train)
+    assert len(digits.load(rows=1797).train) == 1437
     assert torch.equal(data.test, again.test)
     assert data.train.abs().max() == 1
     assert torch.equal(data.train_targets.sum(dim=1), torch.ones(1437))
