@@ -196,11 +196,14 @@ class Remembering(torch.amp.GradScaler):
             state["_init_hysteresis_tracker"] = own["hysteresis_tracker"]
             state["_init_skipped_steps"] = own["skipped_steps"]
             state["_loaded_clocks"] = own["scheduler_flags"]
-        for name in ("_zero", "_one"):
-            state.pop(name, None)
         blank = object.__new__(type(self))
         blank._forget_device()
-        return {**state, **blank.__dict__}
+        dropped = {"_zero", "_one", *blank.__dict__}
+        return {name: value for name, value in state.items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget_device()
+        super().__setstate__(state)
 
 
 def fresh_optimizer_state() -> dict[str, Any]:
