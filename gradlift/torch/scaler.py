@@ -29,7 +29,6 @@ from gradlift.torch import (
     fused,
     grads,
     settings,
-    traced,
 )
 from gradlift.torch.state import Remembering, fresh_optimizer_state
 from gradlift.torch.update import SKIPPED, UPDATES, has_triton, update_
@@ -284,6 +283,9 @@ class GradScaler(Remembering):
         return result
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
+        # Imported here: it needs torch's compiler, which takes seconds to import.
+        from gradlift.torch import traced
+
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
