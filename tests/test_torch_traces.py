@@ -377,9 +377,7 @@ def in_torchs_op(policy: Dynamic, trace: list[bool]) -> Iterator[float]:
         yield scale.item()
 
 
-def in_the_scaler(
-    policy: Dynamic, trace: list[bool], fused: bool = False, **arguments: Any
-) -> Iterator[float]:
+def in_the_scaler(trace: list[bool], fused: bool, **arguments: Any) -> Iterator[float]:
     scaler, p = GradScaler("cpu", **arguments), torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], lr=0.0, fused=fused)
     for found_inf in trace:
@@ -390,9 +388,13 @@ def in_the_scaler(
         yield scaler.get_scale()
 
 
+def numbers_of(rule: Rule) -> dict[str, Any]:
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    return dict(zip(names, rule, strict=True))
+
+
 def policy_of(rule: Rule) -> Dynamic:
-    # The ladder of 200 overflows in a row must not reach the floor.
-    return Dynamic(rule.init, rule.growth, rule.backoff, rule.interval)
+    return Dynamic(**numbers_of(rule))
 
 
 def above_the_floor(policy: Dynamic, trace: list[bool]) -> list[bool]:
@@ -426,50 +428,43 @@ def test_tensors_follow_torchs_op(rule: Rule, trace: list[bool]) -> None:
 def test_the_scaler_follows_torchs_op(rule: Rule, trace: list[bool], fused: bool) -> None:
     policy = policy_of(rule)
     trace = above_the_floor(policy, trace)
-    numbers = {
-        "init_scale": rule.init,
-        "growth_factor": rule.growth,
-        "backoff_factor": rule.backoff,
-        "growth_interval": rule.interval,
-    }
     expected = list(in_torchs_op(policy, trace))
-    assert list(in_the_scaler(policy, trace, fused, **numbers)) == expected
-    assert list(in_the_scaler(policy, trace, fused, policy=policy)) == expected
+    assert list(in_the_scaler(trace, fused, **numbers_of(rule))) == expected
+    assert list(in_the_scaler(trace, fused, policy=policy)) == expected
 
 
-@settings(exact, max_examples=60)
-@given(
-    rules,
-    overflows,
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from([0.5, 1.0, 2.5]),
-    st.sampled_from([2.0**30, 2.0**31, 2.0**127]),
-    st.booleans(),
-)
-def test_the_scaler_follows_the_policy_beyond_torch(
-    rule: Rule,
-    trace: list[bool],
-    hysteresis: int,
-    consecutive: bool,
-    floor: float,
-    ceiling: float,
-    fused: bool,
-) -> None:
-    """Hysteresis, floor and ceiling, which torch lacks: the plain Python rule is the reference."""
-    numbers = {
-        "init_scale": rule.init,
-        "growth_factor": rule.growth,
-        "backoff_factor": rule.backoff,
-        "growth_interval": rule.interval,
+# Hysteresis, floor and ceiling, which torch lacks: the plain Python rule is the reference
+
+numbers_beyond_torch = st.builds(
+    lambda rule, hysteresis, consecutive, floor, ceiling: {
+        **numbers_of(rule),
         "hysteresis": hysteresis,
         "consecutive_hysteresis": consecutive,
         "min_scale": floor,
         "max_scale": ceiling,
         "on_floor": "hold",
-    }
+    },
+    rules,
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([0.5, 1.0, 2.5]),
+    st.sampled_from([2.0**30, 2.0**31, 2.0**127]),
+)
+
+
+@settings(exact, max_examples=60)
+@given(numbers_beyond_torch, overflows)
+def test_tensors_follow_python_beyond_torch(numbers: dict[str, Any], trace: list[bool]) -> None:
+    policy = Dynamic(**numbers)
+    assert list(in_tensors(policy, trace)) == list(in_python(policy, trace))
+
+
+@settings(exact, max_examples=60)
+@given(numbers_beyond_torch, overflows, st.booleans())
+def test_the_scaler_follows_python_beyond_torch(
+    numbers: dict[str, Any], trace: list[bool], fused: bool
+) -> None:
     policy = Dynamic(**numbers)
     expected = list(in_python(policy, trace))
-    assert list(in_tensors(policy, trace)) == expected
-    assert list(in_the_scaler(policy, trace, fused, **numbers)) == expected
-    assert list(in_the_scaler(policy, trace, fused, policy=policy)) == expected
+    assert list(in_the_scaler(trace, fused, **numbers)) == expected
+    assert list(in_the_scaler(trace, fused, policy=policy)) == expected
