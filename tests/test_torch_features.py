@@ -233,8 +233,12 @@ def net() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
 
 
-def overflow(scaler: Any, optimizer: torch.optim.Optimizer, *, unscale: bool = False) -> None:
-    """Two infs and a NaN in the second parameter, one inf in the third."""
+def overflow(
+    scaler: Any, optimizer: torch.optim.Optimizer, *, unscale: bool = False, times: int = 1
+) -> None:
+    """Two infs and a NaN in the first parameter, one inf in the third."""
+    if times > 1:
+        overflow(scaler, optimizer, unscale=unscale, times=times - 1)
     params = params_of(optimizer)
     scaler.scale(torch.ones(()))
     for p in params:
@@ -340,7 +344,8 @@ def test_report_lives_on_until_the_next_overflow(fused: bool) -> None:
 
 def test_report_of_a_compiled_models_names() -> None:
     model = net()
-    scaler = GradScaler("cpu", model=torch.compile(model, backend="eager"))
+    compiled = torch.compile(model, backend="eager")
+    scaler = GradScaler("cpu", model=compiled)
     overflow(scaler, sgd(*model.parameters()))
     assert [name for name, _, _ in nonzero(scaler.overflow_report())] == ["0.weight", "2.weight"]
 
@@ -442,11 +447,9 @@ def test_max_consecutive_skips_ends_the_run_with_the_report(fused: bool) -> None
     scaler = GradScaler("cpu", model=model, max_consecutive_skips=3)
     optimizer = sgd(*model.parameters(), fused=fused)
     before = [p.tolist() for p in model.parameters()]
-    overflow(scaler, optimizer)
-    overflow(scaler, optimizer)
+    overflow(scaler, optimizer, times=2)
     with pytest.raises(FloatingPointError) as caught:
-        overflow(scaler, optimizer)
-        overflow(scaler, optimizer)
+        overflow(scaler, optimizer, times=2)
     message = str(caught.value)
     assert "0.weight" in message
     assert "2.weight" in message
@@ -464,26 +467,32 @@ def test_a_step_taken_ends_the_count_of_skips() -> None:
 def test_losses_that_are_not_finite_are_skips_too() -> None:
     scaler, p = GradScaler("cpu", max_consecutive_skips=3), parameter(1.0)
     optimizer = sgd(p)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with pytest.raises(FloatingPointError):
-            for _ in range(4):
-                scaler.scale(p.sum() * NAN).backward()
-                scaler.step(optimizer)
-                scaler.update()
+    with pytest.warns(RuntimeWarning):
+        lossy(scaler, optimizer, p.sum() * NAN)
+    lossy(scaler, optimizer, p.sum() * NAN)
+
+    def twice_more() -> None:
+        lossy(scaler, optimizer, p.sum() * NAN)
+        lossy(scaler, optimizer, p.sum() * NAN)
+
+    with pytest.raises(FloatingPointError):
+        twice_more()
 
 
 # A loss that is already non-finite
 
 
-def lossy(scaler: Any, optimizer: torch.optim.Optimizer, loss: torch.Tensor, **options: Any) -> Any:
+def lossy(
+    scaler: Any, optimizer: torch.optim.Optimizer, *losses: torch.Tensor, unscale: bool = False
+) -> None:
+    """One step on losses that are scaled and backpropagated one by one."""
     optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    if options.pop("unscale", False):
+    for loss in losses:
+        scaler.scale(loss).backward()
+    if unscale:
         scaler.unscale_(optimizer)
-    result = scaler.step(optimizer, **options)
+    scaler.step(optimizer)
     scaler.update()
-    return result
 
 
 @FUSED
@@ -527,10 +536,7 @@ def test_one_bad_loss_in_an_accumulation_skips() -> None:
     scaler, p = GradScaler("cpu", init_scale=8.0), parameter(1.0)
     optimizer = sgd(p)
     with pytest.warns(RuntimeWarning):
-        for extra in (0.0, NAN, 0.0):
-            scaler.scale(p.sum() + extra).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        lossy(scaler, optimizer, p.sum(), p.sum() + NAN, p.sum())
     assert p.item() == 1.0
     assert scaler.get_scale() == 8.0
 
@@ -539,11 +545,15 @@ def test_one_bad_loss_in_a_list_skips() -> None:
     scaler, p = GradScaler("cpu", init_scale=8.0), parameter(1.0)
     optimizer = sgd(p)
     losses = scaler.scale([p.sum(), p.sum() + INF])
-    with pytest.warns(RuntimeWarning):
-        for loss in losses:
-            loss.backward()
+    for loss in losses:
+        loss.backward()
+
+    def finish() -> None:
         scaler.step(optimizer)
         scaler.update()
+
+    with pytest.warns(RuntimeWarning):
+        finish()
     assert p.item() == 1.0
     assert scaler.get_scale() == 8.0
 
@@ -682,6 +692,13 @@ class SamFromClosure(Sam):
         return super().step(closure)
 
 
+def started(init_scale: float) -> GradScaler:
+    """A scaler whose first ``scale`` lies behind it; the contract tests a closure before that."""
+    scaler = GradScaler("cpu", init_scale=init_scale)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
 def rosenbrock(p: torch.Tensor) -> torch.Tensor:
     return (1 - p[0]) ** 2 + 4 * (p[1] - p[0] ** 2) ** 2
 
@@ -712,7 +729,7 @@ def make_closure(
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_closure_gives_what_the_optimizer_alone_gives(name: str, keyword: bool) -> None:
-    scaler, p, q = GradScaler("cpu", init_scale=2.0**10), parameter(-1.0, 1.5), parameter(-1.0, 1.5)
+    scaler, p, q = started(2.0**10), parameter(-1.0, 1.5), parameter(-1.0, 1.5)
     optimizer, plain = OPTIMIZERS[name]([p]), OPTIMIZERS[name]([q])
     closure = make_closure(p, optimizer, scaler.scale)
     reference = make_closure(q, plain, lambda loss: loss)
@@ -731,7 +748,7 @@ def test_a_closure_gives_what_the_optimizer_alone_gives(name: str, keyword: bool
 
 
 def test_sam_with_its_first_gradient_at_hand() -> None:
-    scaler, p, q = GradScaler("cpu", init_scale=2.0**10), parameter(-1.0, 1.5), parameter(-1.0, 1.5)
+    scaler, p, q = started(2.0**10), parameter(-1.0, 1.5), parameter(-1.0, 1.5)
     optimizer, plain = Sam([p], lr=0.0625), Sam([q], lr=0.0625)
     closure = make_closure(p, optimizer, scaler.scale)
     reference = make_closure(q, plain, lambda loss: loss)
@@ -763,7 +780,7 @@ def overflowing(
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_an_overflow_in_a_closure_skips(name: str) -> None:
-    scaler, p = GradScaler("cpu", init_scale=2.0**12), parameter(-1.0, 1.5)
+    scaler, p = started(2.0**12), parameter(-1.0, 1.5)
     optimizer = OPTIMIZERS[name]([p])
     closure = overflowing(scaler, p, optimizer, limit=2.0**11)
     scaler.step(optimizer, closure)
@@ -781,7 +798,7 @@ def test_an_overflow_in_a_closure_skips(name: str) -> None:
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
 def test_retries_recompute_at_a_lower_scale(name: str, keyword: bool) -> None:
-    scaler, p, q = GradScaler("cpu", init_scale=2.0**13), parameter(-1.0, 1.5), parameter(-1.0, 1.5)
+    scaler, p, q = started(2.0**13), parameter(-1.0, 1.5), parameter(-1.0, 1.5)
     optimizer, plain = OPTIMIZERS[name]([p]), OPTIMIZERS[name]([q])
     closure = overflowing(scaler, p, optimizer, limit=2.0**10)
     plain.step(make_closure(q, plain, lambda loss: loss))
@@ -797,7 +814,7 @@ def test_retries_recompute_at_a_lower_scale(name: str, keyword: bool) -> None:
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_retries_come_to_an_end(name: str) -> None:
-    scaler, p = GradScaler("cpu", init_scale=2.0**13), parameter(-1.0, 1.5)
+    scaler, p = started(2.0**13), parameter(-1.0, 1.5)
     optimizer = OPTIMIZERS[name]([p])
     scaler.step(optimizer, overflowing(scaler, p, optimizer, limit=2.0**10), retries=2)
     assert bool(scaler.last_step_skipped) is True
@@ -808,7 +825,7 @@ def test_retries_come_to_an_end(name: str) -> None:
 
 @pytest.mark.parametrize("retries", [-1, 1.5, "2"])
 def test_bad_retries(retries: Any) -> None:
-    scaler, p = GradScaler("cpu"), parameter(-1.0, 1.5)
+    scaler, p = started(8.0), parameter(-1.0, 1.5)
     optimizer = sgd(p)
     with pytest.raises(ValueError, match="retries"):
         scaler.step(optimizer, make_closure(p, optimizer, scaler.scale), retries=retries)
@@ -817,7 +834,7 @@ def test_bad_retries(retries: Any) -> None:
 
 @pytest.mark.parametrize("name", ["lbfgs", "lbfgs with line search", "sam"])
 def test_an_overflow_in_a_later_evaluation_does_not_ruin_the_parameters(name: str) -> None:
-    scaler, p = GradScaler("cpu", init_scale=2.0**10), parameter(-1.0, 1.5)
+    scaler, p = started(2.0**10), parameter(-1.0, 1.5)
     optimizer = OPTIMIZERS[name]([p])
     inner, calls = make_closure(p, optimizer, scaler.scale), []
 
@@ -837,7 +854,7 @@ def test_an_overflow_in_a_later_evaluation_does_not_ruin_the_parameters(name: st
 
 
 def test_a_closures_bad_loss_skips() -> None:
-    scaler, p = GradScaler("cpu", init_scale=8.0), parameter(1.0)
+    scaler, p = started(8.0), parameter(1.0)
     optimizer = sgd(p)
 
     def closure() -> float:
@@ -846,9 +863,12 @@ def test_a_closures_bad_loss_skips() -> None:
         scaler.scale(loss).backward()
         return loss.item()
 
-    with pytest.warns(RuntimeWarning, match="loss"):
+    def finish() -> None:
         scaler.step(optimizer, closure)
         scaler.update()
+
+    with pytest.warns(RuntimeWarning, match="loss"):
+        finish()
     assert p.item() == 1.0
     assert scaler.get_scale() == 8.0
 
@@ -1066,7 +1086,7 @@ def test_max_norm_of_a_sparse_gradient_sums_repeated_places() -> None:
 
 
 def test_max_norm_with_a_closure() -> None:
-    scaler, p = GradScaler("cpu", init_scale=8.0), parameter(1.0)
+    scaler, p = started(8.0), parameter(1.0)
     optimizer = sgd(p)
 
     def closure() -> float:
@@ -1097,7 +1117,7 @@ def test_max_norm_clips_without_scaling_too() -> None:
 def test_gradient_penalty(cls: Any, fused: bool) -> None:
     def run(scaler: Any) -> list[float]:
         p = parameter(0.75, -1.25)
-        optimizer = sgd(p, fused=fused)
+        optimizer = torch.optim.SGD([p], lr=2.0**-5, fused=fused)
         for _ in range(4):
             optimizer.zero_grad()
             loss = p.pow(4).sum()
@@ -1131,13 +1151,13 @@ def test_several_losses_each_with_a_scaler_of_its_own() -> None:
 def test_a_bad_loss_of_one_scaler_is_not_the_others() -> None:
     p, q = parameter(1.0), parameter(1.0)
     one, two = GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=16.0)
+    one.scale(p.sum() + NAN).backward()
+    two.scale(q.sum()).backward()
+    one.step(sgd(p))
+    two.step(sgd(q))
     with pytest.warns(RuntimeWarning):
-        one.scale(p.sum() + NAN).backward()
-        two.scale(q.sum()).backward()
-        one.step(sgd(p))
-        two.step(sgd(q))
         one.update()
-        two.update()
+    two.update()
     assert (p.item(), q.item()) == (1.0, 0.5)
 
 
@@ -1206,7 +1226,7 @@ FIVE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_
 
 def continued(scaler: Any) -> list[tuple[float, int]]:
     optimizer, seen = sgd(parameter(1.0)), []
-    for factor in (1.0, 1.0, 1.0, INF, 1.0, NAN, INF, *(1.0,) * 11):
+    for factor in (1.0, 1.0, 1.0, INF, 1.0, NAN, INF, *(1.0,) * 7):
         train(scaler, optimizer, factor)
         seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
     return seen
@@ -1303,7 +1323,7 @@ ERRORS = (ValueError, KeyError, TypeError, RuntimeError)
 def expect_refused(state: Any, named: str, started: bool) -> None:
     scaler = trained(GradScaler) if started else GradScaler("cpu", 8.0, 3.0, 0.25, 7)
     before, everything = scaler.state_dict(), visible(scaler)
-    with pytest.raises(ERRORS, match=re.escape(named)):
+    with pytest.raises(ERRORS, match=re.escape(named) if named else None):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == before
     assert visible(scaler) == everything
@@ -1362,10 +1382,10 @@ def test_damaged_extra_keys_are_refused() -> None:
 )
 def test_copies_go_on_alike_and_apart(clone: Callable[[Any], Any], options: dict[str, Any]) -> None:
     scaler = trained(GradScaler, **options)
-    other = clone(scaler)
-    assert other.state_dict() == scaler.state_dict()
+    other, before = clone(scaler), scaler.state_dict()
     expected = continued(scaler)
-    assert other.get_scale() != expected[-1][0]
+    assert other.state_dict() == before
+    assert scaler.state_dict() != before
     assert continued(other) == expected
 
 
