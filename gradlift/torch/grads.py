@@ -126,13 +126,13 @@ def inverse(scale: Tensor) -> Tensor:
     return scale.reciprocal()
 
 
-@functools.lru_cache(maxsize=64)
 def has_float64(device: torch.device) -> bool:
-    if device.type == "mps":
-        return False
-    if device.type == "xpu":
-        return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", False))
-    return True
+    return device.type != "mps" and (device.type != "xpu" or _xpu_has_float64(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _xpu_has_float64(device: torch.device) -> bool:
+    return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", False))
 
 
 def norm(buckets: Buckets, device: torch.device) -> Tensor:
