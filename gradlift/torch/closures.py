@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.grads import parameters
 
@@ -53,15 +54,21 @@ def step(
     kwargs: dict[str, Any],
 ) -> Any:
     """What ``optimizer.step(closure)`` returns, or None when the step was skipped."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+        raise RuntimeError(
+            "step() with a closure evaluates and unscales the gradients itself; do not call "
+            "unscale_() before it, and pass max_norm= to clip"
+        )
 
     def evaluate() -> Any:
-        for attempt in range(retries + 1):
-            loss, overflow = scaler._evaluate(optimizer, closure, max_norm)
+        left = retries
+        while True:
+            loss, overflow = _evaluate(scaler, optimizer, closure, max_norm)
             if not overflow:
                 return loss
-            if attempt == retries or not scaler._lower_for_retry(optimizer):
+            if left == 0 or not _lower(scaler, optimizer):
                 raise _Overflow
-        raise AssertionError("unreachable")
+            left -= 1
 
     try:
         first = [evaluate()]
@@ -78,6 +85,50 @@ def step(
         assert snapshot is not None, "a single-evaluation optimizer evaluated twice"
         snapshot.restore(optimizer)
         return None
+
+
+def _evaluate(
+    scaler: GradScaler,
+    optimizer: torch.optim.Optimizer,
+    closure: Closure,
+    max_norm: float | None,
+) -> tuple[Any, bool]:
+    """The closure's loss, its gradients unscaled and clipped; and whether they overflowed."""
+    scaler._losses.seen = False
+    with torch.enable_grad():
+        loss = closure()
+    if not scaler._losses.seen:
+        raise RuntimeError(
+            "the closure given to step() must call scaler.scale(loss).backward(), so that its "
+            "gradients carry the scale; it called loss.backward() or nothing"
+        )
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["stage"] = OptState.READY
+    scaler.unscale_(optimizer)
+    if not state["found_inf_per_device"]:
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+    scaler._last_found = scaler._found(state)
+    overflow = bool(scaler._last_found)
+    if overflow:
+        scaler._after_skip(optimizer)
+    elif max_norm is not None:
+        scaler._clip_unscaled_(optimizer, max_norm)
+    return loss, overflow
+
+
+def _lower(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Back off now; False where a lower scale cannot be had or would not help."""
+    bad_loss = scaler._per_optimizer_states[id(optimizer)]["bad_loss"]
+    if bad_loss is not None and bool(bad_loss):
+        return False
+    scale = scaler.get_scale()
+    lowered = max(scale * scaler.policy.backoff_factor, scaler.policy.min_scale)
+    if lowered >= scale:
+        return False
+    state, _ = scaler._device_state("step")
+    state.scale.fill_(lowered)
+    state.growth_tracker.zero_()
+    return True
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:

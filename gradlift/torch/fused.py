@@ -8,6 +8,7 @@ the same first step (0 * momentum + gradient) and survives a skip.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -23,7 +24,12 @@ def supports(optimizer: torch.optim.Optimizer) -> bool:
 
 def wants_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step`` takes the scaler itself, a convention torch is giving up."""
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return _takes_scaler(type(optimizer))
+
+
+@functools.cache
+def _takes_scaler(kind: type[torch.optim.Optimizer]) -> bool:
+    return "grad_scaler" in inspect.signature(kind.step).parameters
 
 
 def step(

@@ -22,12 +22,12 @@ class LossWatch:
     def __init__(self) -> None:
         self._flag: Tensor | None = None
         self._taken = False
-        self.calls = 0
-        """How many losses were seen, ever: tells whether a closure scaled its loss."""
+        self.seen = False
+        """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
 
     def see(self, output: Tensor, device: torch.device, process_group: Any) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
-        self.calls += 1
+        self.seen = True
         if self._taken:
             self.reset()
         if not _applies(process_group) or not output.is_floating_point() or not output.numel():
