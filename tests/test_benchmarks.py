@@ -210,7 +210,6 @@ def test_a_quick_run_prints_every_ratio_and_writes_every_number(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_quick_run_on_a_gpu(tmp_path: Path):
     target = tmp_path / "overhead.json"
     step_overhead.main(["--quick", "--device", "cuda", "--json", str(target)])

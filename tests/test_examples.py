@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
+# A GPU machine that only runs the GPU tests need not have what the demo needs.
 pytest.importorskip("sklearn")
+pytest.importorskip("rich")
+
+from rich.console import Console
 
 from examples import digits
 
