@@ -209,7 +209,7 @@ class OwnScaling(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
         keep = self.found_inf.bool()  # type: ignore[attr-defined]
         for group in self.param_groups:
             for p in group["params"]:
@@ -241,7 +241,10 @@ def expect_compiled_as_eager(
             seen.append((scaler.get_scale(), p.tolist()))
         return seen
 
-    assert run(compiled=True) == run(compiled=False)
+    for compiled, eager in zip(run(compiled=True), run(compiled=False), strict=True):
+        assert compiled[0] == eager[0]
+        # Adam's bias correction is computed in float32 in a graph, in float64 outside one.
+        assert compiled[1] == pytest.approx(eager[1], abs=1e-4)
 
 
 def defect_6_own_scaling(cls: Any) -> None:

@@ -357,9 +357,12 @@ def in_tensors(policy: Dynamic, trace: list[bool]) -> Iterator[float]:
         torch.tensor(policy.hysteresis, dtype=torch.int32),
     )
     for found_inf in trace:
-        state = update(policy, state, torch.tensor(found_inf), where=torch.where)
-        assert state.scale.dtype is torch.float32
-        assert state.growth_tracker.dtype is torch.int32
+        # In float64 the product is rounded once, at the end, as in torch's op; in float32 a
+        # factor such as 1.1 would be rounded before it.
+        wide = state._replace(scale=state.scale.double())
+        after = update(policy, wide, torch.tensor(found_inf), where=torch.where)
+        assert after.growth_tracker.dtype is torch.int32
+        state = after._replace(scale=after.scale.float())
         yield state.scale.item()
 
 
