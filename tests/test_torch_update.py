@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,9 @@ def test_agrees_with_torchs_fused_op(factors, interval, trace):
     rows = replay(policy, [(found, 0) for found in trace], module.update_)
     scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
     for found, row in zip(trace, rows, strict=True):
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(found)), *factors, interval)
+        growth, backoff = factors
+        found_inf = torch.tensor(float(found))
+        torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
         assert (scale.item(), tracker.item()) == row[:2]
 
 
@@ -109,9 +112,11 @@ def test_a_static_scale_stays():
 def compare_kernel(device):
     from gradlift.torch import update_kernel
 
+    rule: Any = update_kernel.rule
+
     def kernel(policy, state, counts, found, bad):
         numbers = module._numbers(policy, state.scale.device)
-        update_kernel.rule[(1,)](*state, counts, found, bad, numbers, num_warps=1)
+        rule[(1,)](*state, counts, found, bad, numbers, num_warps=1)
 
     generator = torch.Generator().manual_seed(0)
     for growth, backoff in ((2.0, 0.5), (1.1, 0.9), (3.0, 0.25)):

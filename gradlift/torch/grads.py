@@ -94,8 +94,11 @@ def unscale_and_check_(buckets: Buckets, inv_scale: Tensor, found_inf: Tensor) -
 def _scale_and_flag_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     fused = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
     if fused is not None and not torch.compiler.is_compiling():
-        fused(grads, found_inf, inv_scale)
-        return
+        try:
+            fused(grads, found_inf, inv_scale)
+            return
+        except NotImplementedError:  # bfloat16 on CUDA in some releases
+            pass
     scale_and_flag_reference_(grads, found_inf, inv_scale)
 
 

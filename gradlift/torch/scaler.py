@@ -29,10 +29,9 @@ from gradlift.torch import (
     fused,
     grads,
     settings,
-    traced,
 )
 from gradlift.torch.state import Remembering, fresh_optimizer_state
-from gradlift.torch.update import SKIPPED, update_
+from gradlift.torch.update import SKIPPED, UPDATES, has_triton, update_
 
 
 class GradScaler(Remembering):
@@ -277,14 +276,16 @@ class GradScaler(Remembering):
                 self._clip_unscaled_(optimizer, max_norm)
             else:
                 grad_scale = grad_scale / self._clip_coefficient(optimizer, max_norm, grad_scale)
-        if found.device.type == "cpu" and bool(found):
-            self._overflow.note(optimizer)
+        self._attribute(optimizer, found)
         result = fused.step(optimizer, grad_scale, found, args, kwargs)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
         return result
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
+        # Imported here: it needs torch's compiler, which takes seconds to import.
+        from gradlift.torch import traced
+
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
@@ -316,6 +317,14 @@ class GradScaler(Remembering):
 
         _, rest, rest_kwargs = closures.split(args, kwargs)
         return optimizer.step(clipped, *rest, **rest_kwargs)
+
+    def _attribute(self, optimizer: torch.optim.Optimizer, found: Tensor) -> None:
+        """Have the overflow report filled in, on the device where the host does not know."""
+        if found.device.type == "cpu":
+            if bool(found):
+                self._overflow.note(optimizer)
+        elif found.device.type == "cuda" and has_triton():
+            self._overflow.watch(optimizer, found, cast(Tensor, self._counts)[UPDATES])
 
     def _found(self, state: dict[str, Any]) -> Tensor:
         device = cast(Tensor, self._scale).device

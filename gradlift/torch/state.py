@@ -118,7 +118,7 @@ class Remembering(torch.amp.GradScaler):
         patience = self._init_hysteresis_tracker
         self._hysteresis_tracker = torch.full((), patience, dtype=torch.int32, device=dev)
         self._counts = torch.zeros(COUNTS, dtype=torch.int32, device=dev)
-        self._counts[SKIPPED] = self._init_skipped_steps
+        self._counts[SKIPPED].fill_(self._init_skipped_steps)
         self._reactions.forget()
         self._zero = torch.zeros((), dtype=torch.float32, device=dev)
         self._one = torch.ones((), dtype=torch.float32, device=dev)
@@ -185,7 +185,7 @@ class Remembering(torch.amp.GradScaler):
         if self._counts is not None and self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
             self._counts.zero_()
-            self._counts[SKIPPED] = self._init_skipped_steps
+            self._counts[SKIPPED].fill_(self._init_skipped_steps)
             self._readback = Counts()
             self._reactions.forget()
 

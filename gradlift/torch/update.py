@@ -10,6 +10,7 @@ once, as torch's own fused update does, so factors such as 1.1 agree with it too
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -42,10 +43,8 @@ def update_(
         _update_with_where_(policy, state, counts, found_inf, bad_loss)
     elif device.type == "cpu":
         _update_in_python_(policy, state, counts, found_inf, bad_loss)
-    elif device.type in ("cuda", "xpu") and _kernel() is not None:
-        _kernel()[(1,)](  # type: ignore[index]
-            *state, counts, found_inf, bad_loss, _numbers(policy, device), num_warps=1
-        )
+    elif device.type in ("cuda", "xpu") and has_triton():
+        _kernel()[(1,)](*state, counts, found_inf, bad_loss, _numbers(policy, device), num_warps=1)
     else:
         _update_with_where_(policy, state, counts, found_inf, bad_loss)
 
@@ -113,10 +112,13 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed; it comes with torch's CUDA, ROCm and XPU builds on Linux."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.lru_cache(maxsize=1)
 def _kernel() -> Any:
-    """The rule as one Triton program, or None where there is no Triton."""
-    try:
-        from gradlift.torch import update_kernel
-    except ImportError:
-        return None
+    from gradlift.torch import update_kernel
+
     return update_kernel.rule
