@@ -194,6 +194,29 @@ def test_scale_of_another_iterable_is_lazy(cls: type[Scaler]) -> None:
     assert [t.item() for t in scaled] == [16.0]
 
 
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.tensor(3),
+        torch.tensor(True),
+        torch.tensor(3 + 1j),
+        torch.empty(0),
+        torch.ones((), device="meta"),
+        torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (3,), check_invariants=True),
+    ],
+    ids=["int", "bool", "complex", "empty", "meta", "sparse"],
+)
+def test_scale_takes_any_tensor_that_can_be_multiplied(
+    cls: type[Scaler], output: torch.Tensor
+) -> None:
+    scaled = cls("cpu", init_scale=8.0).scale(output)
+    expected = output * torch.tensor(8.0, device=output.device)
+    assert scaled.dtype is expected.dtype
+    assert scaled.device == expected.device
+    if not output.is_meta:
+        assert torch.equal(scaled.to_dense(), expected.to_dense())
+
+
 @pytest.mark.parametrize("outputs", [1.0, 3, None, [1.0], (torch.ones(()), None)])
 def test_scale_of_anything_else_is_a_value_error(cls: type[Scaler], outputs: object) -> None:
     with pytest.raises(ValueError, match="Tensor"):
