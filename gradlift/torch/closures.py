@@ -111,6 +111,8 @@ def _evaluate(
         )
     state = scaler._per_optimizer_states[id(optimizer)]
     state["stage"] = OptState.READY
+    state["stepping"] = True
+    state.pop("attributed", None)
     scaler.unscale_(optimizer)
     if not state["found_inf_per_device"]:
         raise AssertionError("No inf checks were recorded for this optimizer.")

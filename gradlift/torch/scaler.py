@@ -178,8 +178,8 @@ class GradScaler(Remembering):
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = flags
         state["bad_loss"] = bad_loss
-        if flags:
-            state["attributed"] = self._attribute(optimizer, self._found(state))
+        if flags and not torch.compiler.is_compiling():
+            self._attribute(optimizer, state)
         return flags
 
     def _agree(
@@ -241,6 +241,7 @@ class GradScaler(Remembering):
     ) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
+            state["stepping"] = True
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
@@ -256,8 +257,7 @@ class GradScaler(Remembering):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        found = self._found(optimizer_state)
-        if bool(found):  # the one sync of an optimizer that cannot skip by itself
+        if bool(self._found(optimizer_state)):  # the one sync, where nothing skips by itself
             self._after_skip(optimizer)
             return None
         if "clip" in optimizer_state:
@@ -325,17 +325,18 @@ class GradScaler(Remembering):
         _, rest, rest_kwargs = closures.split(args, kwargs)
         return optimizer.step(clipped, *rest, **rest_kwargs)
 
-    def _attribute(self, optimizer: torch.optim.Optimizer, found: Tensor) -> bool:
+    def _attribute(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Fill in the overflow report before anybody clips or clears the gradients, on the
-        device where the host does not know of the overflow; whether that could be done."""
-        if torch.compiler.is_compiling():
-            return False
+        device where the host does not know of the overflow."""
+        found = self._found(state)
         if found.device.type == "cpu":
-            if bool(found):
+            # Within a plain step() the flag is read there, and nothing comes in between.
+            if not state.get("stepping") and bool(found):
                 self._overflow.note(optimizer)
-            return True
-        updates = cast(Tensor, self._counts)[UPDATES]
-        return has_triton() and self._overflow.watch(optimizer, found, updates)
+                state["attributed"] = True
+        elif has_triton():
+            updates = cast(Tensor, self._counts)[UPDATES]
+            state["attributed"] = self._overflow.watch(optimizer, found, updates)
 
     def _found(self, state: dict[str, Any]) -> Tensor:
         device = cast(Tensor, self._scale).device
