@@ -22,12 +22,10 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     import torch
-
-Value = TypeVar("Value", float, "torch.Tensor")
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,32 @@ def get(format: str | Format) -> Format:
     return FORMATS[format]
 
 
+@overload
 def round_to(
-    x: Value,
+    x: float,
+    format: str | Format,
+    *,
+    stochastic: bool = ...,
+    saturate: bool = ...,
+    generator: random.Random | None = ...,
+) -> float: ...
+@overload
+def round_to(
+    x: torch.Tensor,
+    format: str | Format,
+    *,
+    stochastic: bool = ...,
+    saturate: bool = ...,
+    generator: torch.Generator | None = ...,
+) -> torch.Tensor: ...
+def round_to(
+    x: float | torch.Tensor,
     format: str | Format,
     *,
     stochastic: bool = False,
     saturate: bool = True,
     generator: Any = None,
-) -> Value:
+) -> float | torch.Tensor:
     """``x`` rounded to ``format``, still held in its own type.
 
     Args:
@@ -102,8 +118,9 @@ def round_to(
         stochastic: go to either neighbour, the nearer the likelier, so that the mean is ``x``;
             otherwise to the nearest, ties to even.
         saturate: what is too large, inf included, becomes the largest value, as in the casts of
-            the hardware. Otherwise it becomes inf, or NaN in ``float8_e4m3fn``, as in torch's
-            ``.to()``. NaN stays NaN either way.
+            the hardware. Otherwise it becomes inf, or NaN in ``float8_e4m3fn``. NaN stays NaN
+            either way. torch's ``.to()`` overflows, but that ``float8_e4m3fn`` saturates since
+            torch 2.12.
         generator: source of random numbers when ``stochastic``: a ``random.Random`` for a float,
             a ``torch.Generator`` on the tensor's device for a tensor.
 
@@ -141,13 +158,10 @@ def _round_float(
         steps = below + (steps - below > (generator or random).random())
     else:
         steps = round(steps)
-    # A float16 value rounds up to 2**1024 in no format here, so ldexp cannot overflow but for
-    # doubles that are too large for every format.
-    try:
-        y = math.ldexp(steps, quantum)
-    except OverflowError:
-        y = math.inf
-    return math.copysign(limit if abs(y) > format.max_value else y, x)
+    # Compared as steps: the largest doubles round up to 2**1024, which ldexp refuses.
+    if abs(steps) > math.ldexp(format.max_value, -quantum):
+        return math.copysign(limit, x)
+    return math.copysign(math.ldexp(steps, quantum), x)
 
 
 def _round_tensor(
