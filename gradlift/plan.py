@@ -164,7 +164,8 @@ def _settle(
     graph: Graph, usable: Sequence[Interval], before: Sequence[Planned | None], headroom: int
 ) -> list[int]:
     """The last exponents where they will do, otherwise new ones near them."""
-    cheapest = fewest_cuts(graph, usable)
+    wishes = [_wish(interval, headroom) for interval in usable]
+    cheapest = fewest_cuts(graph, usable, wishes)
     kept = [planned.exponent for planned in before if planned]
     if len(kept) == len(before) and _holds(graph, usable, kept, headroom):
         cost = len(graph.active(kept))
@@ -207,16 +208,19 @@ def _common(
 
 
 def _pick(common: Interval, headroom: int, last: Sequence[int]) -> int:
-    """A last exponent that is good enough, or the best one.
-
-    The best one is near the top, where few values are subnormal, with ``headroom`` bits more to
-    spare where there is room on both sides. Where gradients set no upper end it is 0.
-    """
-    best = common.high - min(headroom, (common.high - common.low) // 2)
-    if common.high == MAX_EXPONENT and common.low <= 0:
-        best = 0
+    """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
+    wish = _wish(common, headroom)
+    best = min(max(0, common.low), common.high) if wish is None else wish
     good = [e for e in last if e in common and best - e <= headroom + 1]
     return max(good, default=best)
+
+
+def _wish(interval: Interval, headroom: int) -> int | None:
+    """The best exponent: near the top, where few values are subnormal, with ``headroom`` bits
+    more to spare where there is room on both sides; None where gradients set no upper end."""
+    if interval.high == MAX_EXPONENT:
+        return None
+    return interval.high - min(headroom, (interval.high - interval.low) // 2)
 
 
 def _narrowed(interval: Interval) -> Interval:

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradlift.bounds import ANY
 from gradlift.formats import Format, get
-from gradlift.potential import Cut, Graph, Interval
+from gradlift.potential import Component, Cut, Graph, Interval
 
 VERSION = 1
 
@@ -48,10 +48,7 @@ class Planned:
     @property
     def name(self) -> str:
         """Its modules in short."""
-        if not self.modules:
-            return "(no module)"
-        first, last = self.modules[0], self.modules[-1]
-        return first if len(self.modules) == 1 else f"{first} ... {last}"
+        return Component(self.modules).name
 
 
 @dataclass(frozen=True)
@@ -231,28 +228,49 @@ def _active(data: Any, index: int, exponents: Sequence[int]) -> ActiveCut:
 def active_cuts(
     graph: Graph, usable: Sequence[Interval], exponents: Sequence[int]
 ) -> tuple[ActiveCut, ...]:
+    """The cuts that change the exponent, with their shift and the reason.
+
+    Args:
+        graph: components and cuts.
+        usable: the interval of each component.
+        exponents: the exponent of each component.
+    """
+    region_of = {i: region for region in graph.regions(exponents) for i in region}
     return tuple(
         ActiveCut(
             cut.name,
             cut.downstream,
             cut.upstream,
             exponents[cut.upstream] - exponents[cut.downstream],
-            _why(graph, cut, usable, exponents),
+            _why(graph, cut, usable, exponents, region_of),
         )
         for cut in graph.active(exponents)
     )
 
 
-def _why(graph: Graph, cut: Cut, usable: Sequence[Interval], exponents: Sequence[int]) -> str:
-    for side, here, there in (
-        ("the gradient before it", cut.upstream, cut.downstream),
-        ("the gradient after it", cut.downstream, cut.upstream),
-    ):
-        at = exponents[there]
-        if graph.components[here].pinned is not None and here != graph.loss:
-            return f"{side} is pinned at {graph.components[here].pinned:+d} from the loss"
-        if at < usable[here].low:
-            return f"{side} is flushed below 2^{usable[here].low}, the other side is at 2^{at}"
-        if at > usable[here].high:
-            return f"{side} may overflow above 2^{usable[here].high}, the other side is at 2^{at}"
-    return "components further on force the change, and it costs no more here"
+def _why(
+    graph: Graph,
+    cut: Cut,
+    usable: Sequence[Interval],
+    exponents: Sequence[int],
+    region_of: Mapping[int, Sequence[int]],
+) -> str:
+    """Whichever component, among those that share an exponent, cannot take the other side's."""
+    for here, there in ((cut.upstream, cut.downstream), (cut.downstream, cut.upstream)):
+        pin = graph.components[here].pinned
+        if pin is not None and here != graph.loss:
+            return f"{graph.components[here].name} is pinned at {pin:+d} from the loss"
+        step = exponents[there] - exponents[here]
+        low = max(region_of[here], key=lambda i: usable[i].low - exponents[i])
+        high = min(region_of[here], key=lambda i: usable[i].high - exponents[i])
+        if exponents[low] + step < usable[low].low:
+            return (
+                f"{graph.components[low].name} needs 2^{usable[low].low} to keep its small "
+                f"gradients, and the other side is at 2^{exponents[there]}"
+            )
+        if exponents[high] + step > usable[high].high:
+            return (
+                f"{graph.components[high].name} takes no more than 2^{usable[high].high}, "
+                f"and the other side is at 2^{exponents[there]}"
+            )
+    return "other cuts could be spared here, but not with fewer of them active"

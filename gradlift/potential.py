@@ -15,15 +15,15 @@ with it as one fixed wall around the rest; every exponent the loss may have is t
 remains has cycles, its breadth-first tree is used and the result improved locally: correct as
 any assignment is, not always the cheapest.
 
-Only the upper ends of intervals are ever tried: a region of equal exponents can be raised until
-it meets one, without a new active cut.
+Only the upper ends of intervals (and wishes) are ever tried: a region of equal exponents can be
+raised until it meets one, without a new active cut.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 # Two exponents in this range differ by less than 127, so that every cut's factor is a normal
@@ -74,6 +74,14 @@ class Component:
     """The format its gradients are stored in, where that is not the plan's."""
     pinned: int | None = None
     """Fixed offset from the loss's exponent; 0 holds it at the global scale."""
+
+    @property
+    def name(self) -> str:
+        """Its modules in short."""
+        if not self.modules:
+            return "a component without modules"
+        first, last = self.modules[0], self.modules[-1]
+        return first if len(self.modules) == 1 else f"{first} ... {last}"
 
 
 @dataclass(frozen=True)
@@ -156,116 +164,148 @@ def _reach(begin: list[int], links: list[list[int]], seen: set[int]) -> list[int
     return region
 
 
-@dataclass
-class _Tree:
-    """The components that are not pinned, as a forest seen from the loss."""
-
-    order: list[int] = field(default_factory=list)
-    """Breadth first from the loss."""
-    parent: dict[int, int | None] = field(default_factory=dict)
-    links: dict[int, Counter[int]] = field(default_factory=dict)
-    """Component: neighbours that are not pinned, with the number of cuts between."""
-    walls: dict[int, Counter[int]] = field(default_factory=dict)
-    """Component: offsets of pinned neighbours, with the number of cuts between."""
-
-    def children(self, node: int) -> list[int]:
-        return [other for other in self.links[node] if self.parent[other] == node]
-
-
-def _tree(graph: Graph) -> _Tree:
-    tree, pinned = _Tree(), graph.pinned
-    free = [i for i in range(len(graph.components)) if i not in pinned]
-    tree.links = {i: Counter() for i in free}
-    tree.walls = {i: Counter() for i in free}
-    for cut in graph.cuts:
-        for a, b in ((cut.downstream, cut.upstream), (cut.upstream, cut.downstream)):
-            if a in pinned or a == b:
-                continue
-            if b in pinned:
-                tree.walls[a][pinned[b]] += 1
-            else:
-                tree.links[a][b] += 1
-    # Those next to the wall first: each begins a tree of its own that reaches away from it.
-    for start in sorted(free, key=lambda i: not tree.walls[i]):
-        if start in tree.parent:
-            continue
-        tree.parent[start], queue = None, deque([start])
-        while queue:
-            node = queue.popleft()
-            tree.order.append(node)
-            for other in tree.links[node]:
-                if other not in tree.parent:
-                    tree.parent[other] = node
-                    queue.append(other)
-    return tree
-
-
-def fewest_cuts(graph: Graph, intervals: Sequence[Interval]) -> list[int]:
+def fewest_cuts(
+    graph: Graph, intervals: Sequence[Interval], wishes: Sequence[int | None] = ()
+) -> list[int]:
     """An exponent for each component with as few active cuts as can be found.
 
     Args:
         graph: components and cuts.
         intervals: what each component allows, none of them empty. Where pins contradict them,
             the lowest upper end of the pinned ones wins.
+        wishes: the exponent in its interval that each component would like best, None for no
+            wish. Of two assignments with as many active cuts, the one nearer to them is taken.
     """
     pinned, offsets = graph.pinned, set(graph.pinned.values())
     if offsets == {0}:
         common = Interval(max(i.low for i in intervals), min(i.high for i in intervals))
         if not common.empty:
             return [common.high] * len(intervals)
+    wishes = wishes or [None] * len(intervals)
     ground = meet(intervals[i].shifted(-offset) for i, offset in pinned.items())
-    tree = _tree(graph)
-    tops = {intervals[i].high for i in tree.order}
-    trials = {top - offset for top in tops for offset in offsets} | {ground.high}
-    best: tuple[int, list[int]] | None = None
-    for exponent in sorted((t for t in trials if t in ground), reverse=True):
-        chosen = {i: exponent + offset for i, offset in pinned.items()}
-        chosen.update(_carry(tree, intervals, exponent, tops))
-        exponents = _improved(tree, intervals, exponent, [chosen[i] for i in range(len(intervals))])
-        cost = len(graph.active(exponents))
-        if best is None or cost < best[0]:
-            best = cost, exponents
-    assert best is not None, "the loss's own upper end is always tried"
-    return best[1]
+    ends = {i.high for i in intervals} | {wish for wish in wishes if wish is not None}
+    trials = {t for end in ends for offset in offsets if (t := end - offset) in ground}
+    trials.add(ground.high)
+    values = ends | {trial + offset for trial in trials for offset in offsets}
+    tree = _Tree(graph, intervals, wishes, values)
+    tables = tree.tables(loss=None, known={})
 
+    def price(loss: int) -> int:
+        regret = sum(_regret(loss + at, wishes[i]) for i, at in pinned.items())
+        below = tree.tables(loss, tables)
+        return regret + sum(min(below[start].values()) for start in tree.starts)
 
-def _carry(tree: _Tree, intervals: Sequence[Interval], loss: int, tops: set[int]) -> dict[int, int]:
-    """The cheapest exponents of a forest whose pinned neighbours are at ``loss`` + offset."""
-    cost: dict[int, dict[int, int]] = {}
-    for node in reversed(tree.order):
-        walls = tree.walls[node]
-        allowed = [e for e in tops | {loss + at for at in walls} if e in intervals[node]]
-        table = {e: sum(n for at, n in walls.items() if e != loss + at) for e in allowed}
-        for child in tree.children(node):
-            change = min(cost[child].values()) + tree.links[node][child]
-            for e in table:
-                table[e] += min(cost[child].get(e, change), change)
-        cost[node] = table
-    chosen: dict[int, int] = {}
-    for node in tree.order:
-        table, parent = cost[node], tree.parent[node]
-        best = min(table, key=lambda e: (table[e], -e))
-        if parent is not None:
-            carried = chosen[parent]
-            change = table[best] + tree.links[node][parent]
-            best = carried if table.get(carried, change + 1) <= change else best
-        chosen[node] = best
-    return chosen
-
-
-def _improved(
-    tree: _Tree, intervals: Sequence[Interval], loss: int, exponents: list[int]
-) -> list[int]:
-    """The same after every single change that saves a cut; a tree's optimum stays as it is."""
-    improved = True
-    while improved:
-        improved = False
-        for node in tree.order:
-            votes = Counter({loss + at: count for at, count in tree.walls[node].items()})
-            for other, count in tree.links[node].items():
-                votes[exponents[other]] += count
-            allowed = [e for e in votes if e in intervals[node]]
-            best = max(allowed, key=lambda e: (votes[e], e), default=exponents[node])
-            if votes[best] > votes[exponents[node]]:
-                exponents[node], improved = best, True
+    loss = min(sorted(trials, reverse=True), key=price)
+    exponents = [loss + pinned.get(i, 0) for i in range(len(intervals))]
+    tree.carry(loss, tree.tables(loss, tables), exponents)
+    tree.improve(loss, exponents)
     return exponents
+
+
+def _regret(exponent: int, wish: int | None) -> int:
+    return 0 if wish is None else abs(exponent - wish)
+
+
+Table = dict[int, int]
+"""What a component's subtree costs, for each exponent of the component."""
+
+
+class _Tree:
+    """The components that are not pinned, as a forest that hangs from the pinned ones."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        intervals: Sequence[Interval],
+        wishes: Sequence[int | None],
+        values: set[int],
+    ) -> None:
+        free = [i for i in range(len(intervals)) if i not in graph.pinned]
+        self.own: dict[int, Table] = {
+            i: {e: _regret(e, wishes[i]) for e in values if e in intervals[i]} for i in free
+        }
+        self.links: dict[int, Counter[int]] = {i: Counter() for i in free}
+        self.walls: dict[int, Counter[int]] = {i: Counter() for i in free}
+        """Offsets of pinned neighbours, with the number of cuts between."""
+        self.starts: list[int] = []
+        self.order: list[int] = []
+        self.parent: dict[int, int | None] = {}
+        # One cut outweighs every wish there can be.
+        self.cut = 1 + (MAX_EXPONENT - MIN_EXPONENT) * len(intervals)
+        self._link(graph)
+        self._walk(free)
+
+    def _link(self, graph: Graph) -> None:
+        pinned = graph.pinned
+        for cut in graph.cuts:
+            for a, b in ((cut.downstream, cut.upstream), (cut.upstream, cut.downstream)):
+                if a in pinned or a == b:
+                    continue
+                if b in pinned:
+                    self.walls[a][pinned[b]] += 1
+                else:
+                    self.links[a][b] += 1
+
+    def _walk(self, free: list[int]) -> None:
+        """Breadth first; those next to pinned ones start trees that reach away from them."""
+        for start in sorted(free, key=lambda i: not self.walls[i]):
+            if start in self.parent:
+                continue
+            self.starts.append(start)
+            self.parent[start], queue = None, deque([start])
+            while queue:
+                node = queue.popleft()
+                self.order.append(node)
+                for other in self.links[node]:
+                    if other not in self.parent:
+                        self.parent[other] = node
+                        queue.append(other)
+
+    def tables(self, loss: int | None, known: dict[int, Table]) -> dict[int, Table]:
+        """Every component's table with the loss at an exponent.
+
+        With None only those that do not depend on it: the subtree meets no pinned component.
+        """
+        found = dict(known)
+        for node in reversed(self.order):
+            children = [i for i in self.links[node] if self.parent[i] == node]
+            independent = not self.walls[node] and all(i in found for i in children)
+            if node not in found and (independent or loss is not None):
+                found[node] = self._table(node, loss or 0, {i: found[i] for i in children})
+        return found
+
+    def _table(self, node: int, loss: int, below: dict[int, Table]) -> Table:
+        table = dict(self.own[node])
+        for offset, count in self.walls[node].items():
+            for e in table:
+                table[e] += self.cut * count * (e != loss + offset)
+        for child, costs in below.items():
+            change = min(costs.values()) + self.cut * self.links[node][child]
+            for e in table:
+                table[e] += min(costs.get(e, change), change)
+        return table
+
+    def carry(self, loss: int, tables: dict[int, Table], exponents: list[int]) -> None:
+        """Writes the cheapest exponents, from the loss outwards."""
+        for node in self.order:
+            table, parent = tables[node], self.parent[node]
+            best = min(table, key=lambda e: (table[e], -e))
+            if parent is not None:
+                carried = exponents[parent]
+                change = table[best] + self.cut * self.links[node][parent]
+                best = carried if table.get(carried, change + 1) <= change else best
+            exponents[node] = best
+
+    def improve(self, loss: int, exponents: list[int]) -> None:
+        """Makes every single change that saves a cut; on a tree there is none."""
+        improved = True
+        while improved:
+            improved = False
+            for node in self.order:
+                votes = Counter({loss + at: count for at, count in self.walls[node].items()})
+                for other, count in self.links[node].items():
+                    votes[exponents[other]] += count
+                allowed = [e for e in votes if e in self.own[node]]
+                best = max(allowed, key=lambda e: (votes[e], e), default=exponents[node])
+                if votes[best] > votes[exponents[node]]:
+                    exponents[node], improved = best, True
