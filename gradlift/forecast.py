@@ -30,13 +30,11 @@ def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap
     known = [(s, p) for s, p in zip(steps, peaks, strict=True) if p is not None]
     if len(known) < 3:
         return 0
-    mean_step = sum(s for s, _ in known) / len(known)
-    mean_peak = sum(p for _, p in known) / len(known)
-    spread = sum((s - mean_step) ** 2 for s, _ in known)
-    if spread == 0:
-        return 0
-    slope = sum((s - mean_step) * (p - mean_peak) for s, p in known) / spread
-    return max(0, min(int(slope * ahead), cap))
+    # In whole numbers, so that all ranks agree and 2 is never 1.99.
+    count, total_s, total_p = len(known), sum(s for s, _ in known), sum(p for _, p in known)
+    rise = count * sum(s * p for s, p in known) - total_s * total_p
+    run = count * sum(s * s for s, _ in known) - total_s * total_s
+    return max(0, min(rise * ahead // run, cap)) if run else 0
 
 
 def predict(
