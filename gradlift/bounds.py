@@ -11,6 +11,10 @@ or many more zeros than before each ask for a higher exponent and another look. 
 third of the format's width at most, which leaves two thirds for parameter gradients that sum
 over batch and space, and never above ``high`` where the largest gradient is known. A tensor that
 shows nothing at the highest exponent there is counts as dead, and is let go until it stirs.
+
+An overflow that the largest gradient in sight does not explain happened inside the component,
+or in a batch unlike the others. The bits it was off by are remembered as ``excess``, kept free
+from then on, and forgotten slowly; otherwise the next clean probe would lead straight back.
 """
 
 from __future__ import annotations
@@ -41,8 +45,14 @@ class Bounds:
     interval: Interval
     unseen: str = ""
     """What calls for another look, in words; empty when all was in sight."""
+    shown: int = MIN_EXPONENT
+    """The exponent at which the format itself would show no more than the record did."""
     dead: int = 0
     """Tensors of nothing but zeros that are let go."""
+
+    def helps(self, exponent: int) -> bool:
+        """Whether another look, at this exponent, can show what was out of sight."""
+        return bool(self.unseen) and (self.unseen == NOT_FINITE or exponent > self.shown)
 
 
 def judge(
@@ -62,24 +72,25 @@ def judge(
         format: the format its gradients are stored in.
         tolerance: fraction of the non-zero elements that may be flushed.
         headroom: bits to keep free above the largest gradient.
-        growth: further bits to keep free for gradients that grow, as far as ``low`` allows.
+        growth: further bits to keep free, as far as ``low`` allows: for gradients that grow, and
+            for what is larger than anything in sight.
         dead: tensors that were let go in the last plan.
         zeros: fraction of zeros in the last plan's probe.
     """
     low, high = _in_sight(histogram, format, tolerance, headroom)
     high = max(high - growth, min(low, high))
-    # The exponent at which the format itself would show no more than the record did.
     shown = format.min_subnormal - histogram.floor
     climb, unseen = _out_of_sight(histogram, format, tolerance, dead, zeros)
     at_the_top = shown >= high or shown + climb > MAX_EXPONENT
     let_go = histogram.dark if at_the_top or histogram.dark <= dead else 0
     if histogram.nonfinite:
-        return Bounds(_clamped(low, high), NOT_FINITE, let_go)
-    if not climb or at_the_top:
-        return Bounds(_clamped(low, high), dead=let_go)
-    if histogram.peak is None:
-        high = shown + _third(format)
-    return Bounds(_clamped(max(low, min(shown + climb, high)), high), unseen, let_go)
+        unseen = NOT_FINITE
+    elif not climb or at_the_top:
+        unseen = ""
+    else:
+        high = shown + third(format) if histogram.peak is None else high
+        low = max(low, min(shown + climb, high))
+    return Bounds(_clamped(low, high), unseen, shown, let_go)
 
 
 def _in_sight(
@@ -95,7 +106,7 @@ def _out_of_sight(
     histogram: Histogram, format: Format, tolerance: float, dead: int, zeros: float | None
 ) -> tuple[int, str]:
     """Bits to climb for a look at what may have been flushed, and why; 0 for none."""
-    step = max(_third(format) // 2, 1)
+    step = max(third(format) // 2, 1)
     if histogram.dark > dead:
         return step, ONLY_ZEROS
     # Without a single zero nothing can have been flushed.
@@ -103,13 +114,14 @@ def _out_of_sight(
     allowed = max(tolerance * histogram.nonzero, 0.5)
     if tail > allowed:
         # Below its bulk a gradient's density halves with each octave, as a Gaussian's does.
-        return min(math.ceil(math.log2(tail / allowed)), _third(format)), LOWEST_OCTAVE
+        return min(math.ceil(math.log2(tail / allowed)), third(format)), LOWEST_OCTAVE
     if zeros is not None and histogram.zero_fraction > zeros + ZEROS_GREW:
         return step, MORE_ZEROS
     return 0, ""
 
 
-def _third(format: Format) -> int:
+def third(format: Format) -> int:
+    """A third of the octaves that the format can show."""
     return (format.max_exponent - format.min_subnormal) // 3
 
 

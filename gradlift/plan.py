@@ -17,11 +17,12 @@ parameter whose own gradient is flushed goes unseen while the activations around
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradlift.bounds import ANY, Bounds, judge
+from gradlift.bounds import ANY, NOT_FINITE, Bounds, judge, third
 from gradlift.forecast import growth, predict
 from gradlift.formats import Format, get
 from gradlift.histogram import BINS, Histogram
@@ -154,7 +155,7 @@ def _bounds(
         format,
         tolerance=tolerance,
         headroom=headroom,
-        growth=growth,
+        growth=growth + (math.ceil(before.excess) if before and not histogram.nonfinite else 0),
         dead=before.dead if before else 0,
         zeros=before.zeros if before else None,
     )
@@ -245,14 +246,28 @@ def _outcome(
     else:
         flushed = histogram.below(format.min_subnormal - exponent)
         lost, zeros = flushed / max(histogram.nonzero, 1), histogram.zero_fraction
-    return Planned(component.modules, exponent, bounds.interval, lost, zeros, bounds.dead)
+    excess = _excess(bounds, format, histogram, before)
+    return Planned(component.modules, exponent, bounds.interval, lost, zeros, bounds.dead, excess)
+
+
+def _excess(
+    bounds: Bounds, format: Format, histogram: Histogram | None, before: Planned | None
+) -> float:
+    """Bits to keep free for what is larger than anything in sight; a clean look takes 1/8 off."""
+    if before is None:
+        return 0.0
+    if bounds.unseen == NOT_FINITE and before.interval.high < MAX_EXPONENT:
+        surprise = max(0, before.interval.high - bounds.interval.high)
+        return min(before.excess + surprise, float(third(format)))
+    looked = histogram is not None and not histogram.nonfinite
+    return max(0.0, before.excess - 0.125 * looked)
 
 
 def _reasons(planned: Sequence[Planned], found: Sequence[Bounds]) -> tuple[str, ...]:
     """One sentence for each kind of thing that was out of sight."""
     names: dict[str, list[str]] = {}
     for component, bounds in zip(planned, found, strict=True):
-        if bounds.unseen:
+        if bounds.helps(component.exponent):
             names.setdefault(bounds.unseen, []).append(component.name)
     return tuple(
         f"{who[0]}{f' and {len(who) - 1} more' if len(who) > 1 else ''}: {unseen}"

@@ -7,6 +7,7 @@ entry: a damaged plan would give wrong gradients, not an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import NoneType
@@ -44,6 +45,8 @@ class Planned:
     """Fraction of zeros in the record; None where there was none."""
     dead: int = 0
     """Tensors that stayed all zero at every exponent that could be tried."""
+    excess: float = 0.0
+    """Bits by which overflows went beyond the largest gradient in sight."""
 
     @property
     def name(self) -> str:
@@ -193,7 +196,7 @@ def _strings(values: list[Any], where: str) -> tuple[str, ...]:
 def _planned(data: Any, index: int) -> Planned:
     where = f"plan: component {index}"
     c = _entries(data, where, modules=list, exponent=int, interval=list, lost=float,
-                 zeros=(float, NoneType), dead=int)  # fmt: skip
+                 zeros=(float, NoneType), dead=int, excess=float)  # fmt: skip
     bounds = c["interval"]
     if len(bounds) != 2 or not all(type(b) is int for b in bounds):
         raise ValueError(f"{where}: interval must be two whole numbers, got {bounds!r}")
@@ -202,11 +205,12 @@ def _planned(data: Any, index: int) -> Planned:
     for key in ("lost", "zeros"):
         if c[key] is not None and not 0.0 <= c[key] <= 1.0:
             raise ValueError(f"{where}: {key} must lie between 0 and 1, got {c[key]!r}")
-    if c["dead"] < 0:
-        raise ValueError(f"{where}: dead must not be negative, got {c['dead']}")
+    for key in ("dead", "excess"):
+        if not 0 <= c[key] < math.inf:
+            raise ValueError(f"{where}: {key} must not be negative, got {c[key]!r}")
     modules = _strings(c["modules"], f"{where}: modules")
     interval = Interval(*bounds)
-    return Planned(modules, c["exponent"], interval, c["lost"], c["zeros"], c["dead"])
+    return Planned(**{**c, "modules": modules, "interval": interval})
 
 
 def _active(data: Any, index: int, exponents: Sequence[int]) -> ActiveCut:

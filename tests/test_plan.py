@@ -450,6 +450,47 @@ def test_a_nan_everywhere_keeps_the_last_good_plan_but_at_the_loss():
     assert choose(graph, nan).probe_again
 
 
+def test_a_pinned_component_that_cannot_be_raised_asks_for_nothing():
+    graph = Graph((Component(("loss",)), Component(("pin",), pinned=0)), (Cut("pin", 0, 1),))
+    world = [normal(0, 0), [0.0] * 50]
+    plan = Plan.uniform(graph, 8, "float16")
+    for _ in range(4):
+        _, plan = probe(graph, world, plan)
+    assert not plan.probe_again
+    assert plan.exponents == (10, 10)
+
+
+def test_an_overflow_that_nothing_in_sight_explains_is_not_repeated():
+    graph, world = chain(2), [normal(0, -4), normal(1, -6)]
+    _, plan = climb(graph, world)
+    hidden = 16 - plan.exponents[1]
+    overflows, exponents = 0, []
+    for _ in range(40):
+        exponents.append(plan.exponents[1])
+        # Inside layer 1 there is a gradient of 2**hidden that no cut shows.
+        if plan.exponents[1] + hidden > 15:
+            overflows += 1
+            record = Histogram.overflowed(plan.exponents[1], "float16")
+            plan = choose(graph, [None, record], last=plan)
+            assert plan.reasons == ("layers.1: was not finite",)
+        else:
+            _, plan = probe(graph, world, plan)
+    assert overflows == 1
+    assert plan.components[1].excess > 0
+    assert exponents[-1] == exponents[1] < exponents[0]
+
+
+def test_excess_is_forgotten_in_the_end():
+    graph, world = chain(1), [normal(0, -4)]
+    _, plan = climb(graph, world)
+    first = plan.exponents
+    plan = choose(graph, [Histogram.overflowed(plan.exponents[0], "float16")], last=plan)
+    for _ in range(200):
+        _, plan = probe(graph, world, plan)
+    assert plan.components[0].excess == 0
+    assert first[0] - plan.exponents[0] <= 4
+
+
 # Change, and when not to.
 
 
@@ -561,6 +602,7 @@ def damaged():
     yield "component 0: lost", change(["components", 0, "lost"], -0.5)
     yield "component 0: zeros", change(["components", 0, "zeros"], math.nan)
     yield "component 0: dead", change(["components", 0, "dead"], -1)
+    yield "component 0: excess", change(["components", 0, "excess"], math.inf)
     yield "component 0: modules", change(["components", 0, "modules"], [3])
     yield "active cut 0: shift", change(["active", 0, "shift"], 1)
     yield "active cut 0: shift", change(["components", 0, "exponent"], 3)
