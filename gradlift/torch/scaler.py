@@ -30,7 +30,7 @@ from gradlift.torch import (
     settings,
 )
 from gradlift.torch.state import Remembering, fresh_optimizer_state
-from gradlift.torch.update import SKIPPED, UPDATES, has_triton, update_
+from gradlift.torch.update import SKIPPED, has_triton, update_
 
 
 class GradScaler(Remembering):
@@ -141,7 +141,7 @@ class GradScaler(Remembering):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
-            buckets = grads.collect(optimizer, allow_fp16)
+            buckets = self._checked = grads.collect(optimizer, allow_fp16)
             return grads.unscale_and_check_(buckets, inv_scale, found_inf)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -170,16 +170,21 @@ class GradScaler(Remembering):
     def _check(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, allow_fp16: bool
     ) -> dict[Any, Any]:
-        bad_loss = self._losses.take()
+        state = self._per_optimizer_states[id(optimizer)]
+        self._checked = None
+        bad_loss, unseen = self._losses.take()
         start = self._zero if bad_loss is None else bad_loss
         flags = self._unscale_grads_(optimizer, inv_scale, start, allow_fp16)
+        if flags and not torch.compiler.is_compiling():
+            looked = self._attribute(optimizer, state, flags, unseen)
+            bad_loss = looked if looked is not None else bad_loss
+            if unseen is not None and looked is None:
+                bad_loss = cast(Tensor, self._losses.look())
+                flags = {d: torch.maximum(f, bad_loss.to(d)) for d, f in flags.items()}
         if self._process_group is not None:
             flags, bad_loss = self._agree(flags, bad_loss)
-        state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = flags
         state["bad_loss"] = bad_loss
-        if flags and not torch.compiler.is_compiling():
-            self._attribute(optimizer, state)
         return flags
 
     def _agree(
@@ -325,18 +330,28 @@ class GradScaler(Remembering):
         _, rest, rest_kwargs = closures.split(args, kwargs)
         return optimizer.step(clipped, *rest, **rest_kwargs)
 
-    def _attribute(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def _attribute(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        flags: dict[torch.device, Tensor],
+        unseen: Tensor | None,
+    ) -> Tensor | None:
         """Fill in the overflow report before anybody clips or clears the gradients, on the
-        device where the host does not know of the overflow."""
-        found = self._found(state)
-        if found.device.type == "cpu":
+        device where the host does not know of the overflow; the flag of a loss not seen yet."""
+        device = cast(Tensor, self._scale).device
+        if device.type == "cpu":
             # Within a plain step() the flag is read there, and nothing comes in between.
-            if not state.get("stepping") and bool(found):
+            if not state.get("stepping") and any(bool(flag) for flag in flags.values()):
                 self._overflow.note(optimizer)
                 state["attributed"] = True
-        elif has_triton():
-            updates = cast(Tensor, self._counts)[UPDATES]
-            state["attributed"] = self._overflow.watch(optimizer, found, updates)
+            return None
+        if self._checked is None or device.type != "cuda" or not has_triton():
+            return None
+        state["attributed"], bad_loss = self._overflow.judge(
+            optimizer, self._checked, flags, self._updates, unseen
+        )
+        return bad_loss
 
     def _found(self, state: dict[str, Any]) -> Tensor:
         device = cast(Tensor, self._scale).device
