@@ -13,14 +13,16 @@ from torch import Tensor
 
 # Triton reads this when it is first imported, and gradlift imports it only for a GPU.
 if not torch.cuda.is_available():
-    assert "triton" not in sys.modules, "triton was imported before its interpreter was chosen"
+    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
     os.environ["TRITON_INTERPRET"] = "1"
 
 from gradlift.torch import kernels, reference
 from gradlift.torch.tables import DeviceList, Rule, Slot, Table, UpdateTable, grad_table, is_dense
 
 # The interpreter computes with numpy, which warns where a GPU just gives inf or NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+if torch.cuda.is_available():
+    pytestmark.append(pytest.mark.gpu)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = [kernels, reference]

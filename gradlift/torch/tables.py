@@ -249,6 +249,8 @@ class GradTable(Table):
         """Whether sizes, dtypes and alignments are those of the table."""
         if len(grads) != len(self):
             return False
+        if any(grad is not None and grad.device != self.device for grad in grads[:1]):
+            return False
         for grad, address, numel, key in zip(
             grads, addresses, self.host_numels, self.keys, strict=True
         ):
@@ -259,6 +261,13 @@ class GradTable(Table):
             ):
                 return False
         return True
+
+    def release(self) -> None:
+        """Let go of the tensors, so that ``zero_grad(set_to_none=True)`` frees their memory.
+
+        Kernels already launched may still read them: they are freed in the order of the stream.
+        """
+        self.grads = []
 
     def _point(self, grads: list[Tensor | None], addresses: list[int]) -> None:
         self.grads = grads
@@ -274,7 +283,8 @@ def _grad_key(grad: Tensor | None, address: int) -> GradKey:
 def grad_table(grads: Sequence[Tensor | None], table: GradTable | None = None) -> GradTable:
     """Return a table of ``grads``, the given one when it fits.
 
-    Call it in every step with the last step's table: when sizes, dtypes and addresses are the
+    Call it in every step with the last step's table, and ``release()`` the table when the step's
+    work is launched, or it keeps the gradients alive: when sizes, dtypes and addresses are the
     same nothing is sent to the device, when only addresses moved one asynchronous copy is.
 
     Args:

@@ -107,10 +107,11 @@ def _coefs_kernel(
     mask = row < rows
     mask = mask & (tl.load(addresses + row, mask=mask, other=0) != 0)
     counter = tl.load(pointers + 5 * rows + row, mask=mask, other=0)
+    has_counter = mask & (counter != 0)
     counter = counter.to(tl.pointer_type(tl.float32))
-    before = tl.load(counter, mask=mask, other=0.0)
+    before = tl.load(counter, mask=has_counter, other=0.0)
     count = before + 1.0
-    tl.store(counter, tl.where(tl.load(found_inf) == 0, count, before), mask=mask)
+    tl.store(counter, tl.where(tl.load(found_inf) == 0, count, before), mask=has_counter)
 
     hyper = hypers + HYPERS * tl.load(groups + row, mask=mask, other=0)
     lr = tl.load(hyper, mask=mask, other=0.0)
