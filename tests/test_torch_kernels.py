@@ -171,6 +171,7 @@ def measured(
     )
     assert found.norm.dtype == torch.float32
     assert found.norm.shape == ()
+    assert found.amax is not None
     assert found.amax.dtype == torch.float32
     assert found.sumsq.dtype == torch.float64
     return float(found.norm), found.amax.tolist(), found.sumsq.tolist(), float(found_inf)

@@ -163,9 +163,17 @@ def _norm_kernel(sumsq, exponents, scale, norm, rows, EXPONENTS: tl.constexpr, B
 
 
 def measure(
-    table: GradTable, scale: Tensor, found_inf: Tensor, exponents: Tensor | None = None
+    table: GradTable,
+    scale: Tensor,
+    found_inf: Tensor,
+    exponents: Tensor | None = None,
+    *,
+    amax: bool = True,
 ) -> Measure:
-    """Read every gradient once: check, norm, largest magnitudes; see ``reference``."""
+    """Read every gradient once: check, norm, largest magnitudes; see ``reference``.
+
+    Here the largest magnitudes cost nothing and are always given.
+    """
     cut = table.cut(MEASURE_CHUNK)
     peaks = torch.empty(cut.chunks, dtype=torch.int32, device=table.device)
     totals = torch.empty(cut.chunks, dtype=torch.float64, device=table.device)
@@ -183,10 +191,10 @@ def measure(
                 ALIGNED=key.aligned,
                 num_warps=MEASURE_WARPS,
             )
-    amax = torch.empty(len(table), dtype=torch.float32, device=table.device)
+    tops = torch.empty(len(table), dtype=torch.float32, device=table.device)
     sumsq = torch.empty(len(table), dtype=torch.float64, device=table.device)
     norm = torch.empty((), dtype=torch.float32, device=table.device)
-    _rows_kernel[(len(table),)](cut.spans, peaks, totals, amax, sumsq, found_inf, BLOCK=512)
+    _rows_kernel[(len(table),)](cut.spans, peaks, totals, tops, sumsq, found_inf, BLOCK=512)
     _norm_kernel[(1,)](
         sumsq,
         exponents,
@@ -196,4 +204,4 @@ def measure(
         EXPONENTS=exponents is not None,
         BLOCK=1024,
     )
-    return Measure(norm, amax, sumsq)
+    return Measure(norm, tops, sumsq)

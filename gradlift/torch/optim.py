@@ -22,7 +22,6 @@ the skipped steps never were, and a value read from ``optimizer.state`` is right
 from __future__ import annotations
 
 import math
-import operator
 import weakref
 from itertools import chain
 from types import ModuleType
@@ -34,7 +33,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gradlift.torch import reference
-from gradlift.torch.optim_state import DeviceState, HandOver, same_order
+from gradlift.torch.optim_state import DeviceState, HandOver, same, same_order
 from gradlift.torch.reference import Measure
 from gradlift.torch.tables import (
     HYPERS,
@@ -75,6 +74,7 @@ class Phase:
         self._table: UpdateTable | None = None
         self._hypers: DeviceList | None = None
         self._rules: list[Rule] = []
+        self._stateless: set[int] = set()
         self._backend: ModuleType = reference
         self._state = DeviceState(self.optimizer, self._stochastic)
 
@@ -92,6 +92,7 @@ class Phase:
         return optimizer
 
     @torch._disable_dynamo
+    @torch.no_grad()
     def gather(self) -> str | None:
         """Find this step's gradients and make what state is missing.
 
@@ -107,21 +108,33 @@ class Phase:
             return reason
         params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         owners: list[Tensor] = [self._lows.get(p, p) for p in params] if self._lows else params
-        grads: list[Tensor | None] = []
-        for owner in owners:
-            grad = owner.grad
-            if grad is not None:
-                if type(grad) is not Tensor or grad.layout != torch.strided:
-                    return f"a gradient is a {type(grad).__name__}, {grad.layout}"
-                if not (grad.is_contiguous() and owner.is_contiguous()):
-                    grad = _in_order_of(owner, grad)
-            grads.append(grad)
+        grads = [owner.grad for owner in owners]
+        present = [grad for grad in grads if grad is not None]
+        if not present:
+            return "there are no gradients"
+        for grad in present:
+            if type(grad) is not Tensor or grad.layout is not torch.strided:
+                return f"a gradient is a {type(grad).__name__}, {grad.layout}"
+        if not all(map(Tensor.is_contiguous, chain(present, owners))):
+            grads = [
+                None if grad is None else _in_order_of(owner, grad)
+                for owner, grad in zip(owners, grads, strict=True)
+            ]
         return self._refresh(params, grads)
 
-    def measure(self, scale: Tensor, found_inf: Tensor, exponents: Tensor | None = None) -> Measure:
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def measure(
+        self,
+        scale: Tensor,
+        found_inf: Tensor,
+        exponents: Tensor | None = None,
+        *,
+        amax: bool = True,
+    ) -> Measure:
         """Pass 1, over the gradients of the last ``gather``; see ``reference.measure``."""
         assert self._grads is not None, _UNREADY
-        return self._backend.measure(self._grads, scale, found_inf, exponents)
+        return self._backend.measure(self._grads, scale, found_inf, exponents, amax=amax)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -155,6 +168,7 @@ class Phase:
         # What the wrapper of a learning-rate scheduler would have noted.
         outer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
+    @torch.no_grad()
     def apply(
         self,
         scale: Tensor,
@@ -201,11 +215,11 @@ class Phase:
     def _refresh(self, params: list[Tensor], grads: list[Tensor | None]) -> str | None:
         groups = self.optimizer.param_groups
         rules = [_rule(self.optimizer, group, self._stochastic) for group in groups]
-        present = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-        if not present:
-            return "there are no gradients"
-        current = _same(params, self._params) and rules == self._rules
-        if current and self._state.is_current(present):
+        # A parameter gets its state with its first gradient, so which have one matters too.
+        missing = [row for row, grad in enumerate(grads) if grad is None]
+        known = set(missing) >= self._stateless
+        current = known and same(params, self._params) and rules == self._rules
+        if current and self._state.is_current():
             table = grad_table(grads, self._grads)
             if table is self._grads:
                 return None
@@ -222,6 +236,7 @@ class Phase:
         slots = [self._state.slot(p, self._lows.get(p)) for p in params]
         self._table = UpdateTable(slots, [rules[index] for index in owner], owner, table)
         self._grads, self._rules = table, rules
+        self._stateless = {row for row, p in enumerate(params) if not self._state.has([p])}
         return None
 
     def _held_hypers(self) -> Tensor:
@@ -249,10 +264,6 @@ class Phase:
 
 
 _PHASES: weakref.WeakKeyDictionary[Optimizer, Phase] = weakref.WeakKeyDictionary()
-
-
-def _same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _in_order_of(owner: Tensor, grad: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ matters: state is made, torch's own ``step()`` runs, a checkpoint is taken or lo
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +31,10 @@ class DeviceState:
         self._optimizer = weakref.ref(optimizer)
         self._wide = wide
         self._slots: dict[Tensor, Slot] = {}
-        self._addresses: dict[Tensor, tuple[int, ...]] = {}
+        self._inner: list[dict[str, Any]] = []
+        self._values: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
         self._hooked = False
 
     @property
@@ -38,31 +43,29 @@ class DeviceState:
         assert optimizer is not None
         return optimizer
 
-    def is_current(self, params: Iterable[Tensor]) -> bool:
-        """Whether parameters and state are still the tensors, at the addresses, of ``prepare``."""
-        state = self.optimizer.state
-        slots, addresses = self._slots, self._addresses
-        for param in params:
-            slot = slots.get(param)
-            if slot is None:
-                return False
-            if slot.second is not None:
-                now = state.get(param)
-                if (
-                    not now
-                    or now.get("exp_avg") is not slot.first
-                    or now.get("exp_avg_sq") is not slot.second
-                    or now.get("step") is not slot.taken
-                    or now.get("max_exp_avg_sq") is not slot.third
-                ):
-                    return False
-            elif slot.first is not None:
-                now = state.get(param)
-                if not now or now.get("momentum_buffer") is not slot.first:
-                    return False
-            if _addresses(slot) != addresses[param]:
-                return False
-        return True
+    def is_current(self) -> bool:
+        """Whether state and parameters are still the tensors, at the addresses, of ``prepare``.
+
+        Looked at in every step, for state is replaced and moved by many hands (loading,
+        offloading, a reset); so it is done without a Python loop over the parameters.
+        """
+        inner = [*self.optimizer.state.values()]
+        values = [*chain.from_iterable(map(dict.values, inner))]
+        return (
+            same(inner, self._inner)
+            and same(values, self._values)
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+        )
+
+    def has(self, params: Iterable[Tensor]) -> bool:
+        """Whether all of ``params`` have their state."""
+        return all(param in self._slots for param in params)
+
+    def _remember(self) -> None:
+        self._inner = [*self.optimizer.state.values()]
+        self._values = [*chain.from_iterable(map(dict.values, self._inner))]
+        self._tensors = [t for slot in self._slots.values() for t in slot if t is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     def slot(self, param: Tensor, low: Tensor | None) -> Slot:
         """The tensors of ``param``; only itself if it never had a gradient."""
@@ -99,14 +102,14 @@ class DeviceState:
             param, rule = params[index], rules[index]
             had = state.get(param, {}).get("momentum_buffer") is not None
             self._make(param, rule)
-            slots[param] = Slot(param, lows.get(param), *self._tensors(param, rule))
+            slots[param] = Slot(param, lows.get(param), *self._state_of(param, rule))
             taken = self._taken(slots[param], rule, had)
             if isinstance(taken, Tensor):
                 slots[param] = slots[param]._replace(taken=taken)
             else:
                 counts[param] = taken
         self._slots = self._counted(slots, counts, rules[0].kind == "adam")
-        self._addresses = {param: _addresses(slot) for param, slot in self._slots.items()}
+        self._remember()
         return None
 
     def _make(self, param: Tensor, rule: Rule) -> None:
@@ -122,7 +125,7 @@ class DeviceState:
                 # Not empty_like: a skipped first step has to leave no garbage.
                 state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
-    def _tensors(self, param: Tensor, rule: Rule) -> list[Tensor | None]:
+    def _state_of(self, param: Tensor, rule: Rule) -> list[Tensor | None]:
         names = _names(rule)
         found = [self.optimizer.state[param][name] for name in names]
         return [*found, *[None] * (3 - len(found))]
@@ -166,6 +169,7 @@ class DeviceState:
                 elif count == 0:
                     del optimizer.state[param]
         self._slots.clear()
+        self._inner = []
 
     def _counts(self) -> dict[Tensor, float]:
         """Read the steps taken back to the host, in one copy."""
@@ -243,8 +247,8 @@ def _names(rule: Rule) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if rule.amsgrad else 2]
 
 
-def _addresses(slot: Slot) -> tuple[int, ...]:
-    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in slot])
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _keeps_step_on_cpu(group: dict[str, Any]) -> bool:

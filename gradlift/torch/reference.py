@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradlift.torch.tables import HYPERS, Batch, GradTable, Rule, UpdateTable
 
-# Squares of values between these sum up in float32 with nothing lost that matters.
+# Norms between these are right in float32: no square that matters left its range.
 _SMALL, _LARGE = 2.0**-40, 2.0**56
 
 
@@ -32,12 +32,12 @@ class Measure(NamedTuple):
     Attributes:
         norm: 0-d float32, the L2 norm of the true gradient over all rows.
         amax: float32 ``[n]``, largest magnitude per row as stored, that is, scaled; NaN if the
-            row has one, 0 if it is empty or missing.
+            row has one, 0 if it is empty or missing. None if it was not asked for.
         sumsq: float64 ``[n]``, sum of squares per row as stored.
     """
 
     norm: Tensor
-    amax: Tensor
+    amax: Tensor | None
     sumsq: Tensor
 
 
@@ -57,7 +57,12 @@ def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None
 
 
 def measure(
-    table: GradTable, scale: Tensor, found_inf: Tensor, exponents: Tensor | None = None
+    table: GradTable,
+    scale: Tensor,
+    found_inf: Tensor,
+    exponents: Tensor | None = None,
+    *,
+    amax: bool = True,
 ) -> Measure:
     """Read every gradient once: check, norm, largest magnitudes.
 
@@ -69,32 +74,43 @@ def measure(
         scale: 0-d float32, the loss scale the gradients are multiplied by.
         found_inf: 0-d float32; becomes 1.0 if any value is not finite, else stays as it is.
         exponents: int32 ``[n]``: row i is multiplied by ``2**exponents[i]`` on top of the scale.
+        amax: Whether the largest magnitudes are wanted; they take a pass of their own here.
     """
-    amax = torch.zeros(len(table), dtype=torch.float32, device=table.device)
+    tops = torch.zeros(len(table), dtype=torch.float32, device=table.device)
     sumsq = torch.zeros(len(table), dtype=torch.float64, device=table.device)
     for batch in table.batches():
         present = [piece for piece in batch if table.grads[piece.row] is not None]
         if present:
             rows = torch.tensor([piece.row for piece in present], device=table.device)
-            peaks, squares = _measure_batch(_pieces(table.grads, present))
-            amax.scatter_reduce_(0, rows, peaks, "amax")
-            sumsq.index_add_(0, rows, squares)
-    if not amax.isfinite().all():
+            pieces = _pieces(table.grads, present)
+            sumsq.index_add_(0, rows, _squares(pieces))
+            if amax:
+                tops.scatter_reduce_(0, rows, _peaks(pieces), "amax")
+    # Sums of squares of float32 values are finite in float64 unless a value is not.
+    if not sumsq.isfinite().all():
         found_inf.fill_(1.0)
     true = sumsq if exponents is None else sumsq * 4.0 ** -exponents.double()
-    return Measure((true.sum().sqrt() / scale.double()).float(), amax, sumsq)
+    norm = (true.sum().sqrt() / scale.double()).float()
+    return Measure(norm, tops if amax else None, sumsq)
 
 
-def _measure_batch(pieces: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Largest magnitude (float32) and sum of squares (float64) of each piece."""
+def _squares(pieces: list[Tensor]) -> Tensor:
+    """Sum of squares of each piece, float64."""
+    wide = None if pieces[0].dtype == torch.float32 else torch.float32
+    norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=wide)).double()
+    doubtful = (~((norms > _SMALL) & (norms < _LARGE))).nonzero().flatten().tolist()
+    if doubtful:
+        again = torch._foreach_norm([pieces[i] for i in doubtful], 2, dtype=torch.float64)
+        norms[doubtful] = torch.stack(again)
+    return norms.square()
+
+
+def _peaks(pieces: list[Tensor]) -> Tensor:
+    """Largest magnitude of each piece, float32."""
     extremes = [torch.aminmax(piece) for piece in pieces]
-    low = torch.stack([e.min for e in extremes]).float()
-    high = torch.stack([e.max for e in extremes]).float()
-    peaks = torch.maximum(-low, high)
-    safe = bool(((peaks == 0) | ((peaks > _SMALL) & (peaks < _LARGE))).all())
-    wide = torch.float32 if safe else torch.float64
-    norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=wide))
-    return peaks, norms.double().square()
+    low = torch.stack([e.min for e in extremes])
+    high = torch.stack([e.max for e in extremes])
+    return torch.maximum(-low, high).float()
 
 
 def update(
@@ -148,7 +164,9 @@ def update(
         scaled = _scaled(_pieces(grads.grads, batch), batch, factors)
         rule = table.keys[batch[0].row].rule
         group = HYPERS * table.host_groups[batch[0].row]
-        wide = _Lists(*([t.float() for t in tensors] for tensors in lists))
+        wide = lists
+        if not lists.is_float32:
+            wide = _Lists(*([t.float() for t in tensors] for tensors in lists))
         run = _adam if rule.kind == "adam" else _sgd
         run(wide, scaled, rule, numbers[group : group + HYPERS])
         _write_back(lists, wide, batch, rule, seed)
@@ -177,10 +195,19 @@ class _Lists(NamedTuple):
     thirds: list[Tensor]
     counts: list[Tensor]
 
+    @property
+    def is_float32(self) -> bool:
+        """Whether everything that is updated is float32; pieces of a batch share dtypes."""
+        firsts = (tensors[0] for tensors in (self.params, *self[2:5]) if tensors)
+        return all(tensor.dtype == torch.float32 for tensor in firsts)
+
 
 def _lists(table: UpdateTable) -> list[_Lists]:
     if table.lists is None:
-        columns = [*zip(*table.slots, strict=True)]
+        columns = [
+            [None if t is None else t.detach() for t in column]
+            for column in zip(*table.slots, strict=True)
+        ]
         table.lists = [
             _Lists(*(_pieces(column, batch) for column in columns)) for batch in table.batches()
         ]
@@ -188,8 +215,9 @@ def _lists(table: UpdateTable) -> list[_Lists]:
 
 
 def _scaled(pieces: list[Tensor], batch: Batch, factors: list[float]) -> list[Tensor]:
-    wide = [piece.float() for piece in pieces]
-    return list(torch._foreach_mul(wide, [factors[piece.row] for piece in batch]))
+    if pieces[0].dtype != torch.float32:
+        pieces = [piece.float() for piece in pieces]
+    return list(torch._foreach_mul(pieces, [factors[piece.row] for piece in batch]))
 
 
 def _adam(lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float]) -> None:

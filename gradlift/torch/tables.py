@@ -249,18 +249,20 @@ class GradTable(Table):
         """Whether sizes, dtypes and alignments are those of the table."""
         if len(grads) != len(self):
             return False
-        if any(grad is not None and grad.device != self.device for grad in grads[:1]):
-            return False
-        for grad, address, numel, key in zip(
-            grads, addresses, self.host_numels, self.keys, strict=True
-        ):
-            if grad is not None and (
-                grad.numel() != numel
-                or grad.dtype != key.dtype
-                or (address % ALIGNMENT == 0) != key.aligned
-            ):
-                return False
-        return True
+        present = [g for g in grads if g is not None]
+        numels, keys = self.host_numels, self.keys
+        if len(present) < len(grads):
+            numels = [n for n, g in zip(numels, grads, strict=True) if g is not None]
+            keys = [k for k, g in zip(keys, grads, strict=True) if g is not None]
+        return (
+            all(grad.device == self.device for grad in present[:1])
+            and list(map(Tensor.numel, present)) == numels
+            and [grad.dtype for grad in present] == [key.dtype for key in keys]
+            and (
+                addresses == self.host_addresses
+                or [a % ALIGNMENT == 0 for a in addresses if a] == [key.aligned for key in keys]
+            )
+        )
 
     def release(self) -> None:
         """Let go of the tensors, so that ``zero_grad(set_to_none=True)`` frees their memory.
@@ -271,6 +273,7 @@ class GradTable(Table):
 
     def _point(self, grads: list[Tensor | None], addresses: list[int]) -> None:
         self.grads = grads
+        self.host_addresses = addresses
         self.addresses = self._list.hold(addresses)
 
 
@@ -293,7 +296,9 @@ def grad_table(grads: Sequence[Tensor | None], table: GradTable | None = None) -
             of memory is copied into one that does.
         table: The table of the step before.
     """
-    dense = [g if g is None or is_dense(g) else g.contiguous() for g in grads]
+    dense = list(grads)
+    if not all(map(Tensor.is_contiguous, [g for g in dense if g is not None])):
+        dense = [g if g is None or is_dense(g) else g.contiguous() for g in dense]
     # Empty tensors lie nowhere, but they are not missing.
     addresses = [0 if g is None else g.data_ptr() or ALIGNMENT for g in dense]
     if table is None or not table.fits(dense, addresses):
