@@ -213,11 +213,11 @@ def gradlift_steps(
         reason = phase.gather()
         assert reason is None, reason
         found_inf = torch.zeros((), device=device)
-        found = phase.measure(scale, found_inf)
+        found = phase.measure(scale, found_inf, amax=False)
         phase.update(scale, found_inf, found.norm, MAX_NORM)
 
     def measure() -> None:
-        phase.measure(scale, clean)
+        phase.measure(scale, clean, amax=False)
 
     def update() -> None:
         phase.apply(scale, clean, norm, MAX_NORM)

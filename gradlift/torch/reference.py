@@ -13,8 +13,8 @@ here with plain ``if``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
 from typing import NamedTuple
 
 import torch
@@ -78,14 +78,17 @@ def measure(
     """
     tops = torch.zeros(len(table), dtype=torch.float32, device=table.device)
     sumsq = torch.zeros(len(table), dtype=torch.float64, device=table.device)
-    for batch in table.batches():
-        present = [piece for piece in batch if table.grads[piece.row] is not None]
-        if present:
-            rows = torch.tensor([piece.row for piece in present], device=table.device)
-            pieces = _pieces(table.grads, present)
-            sumsq.index_add_(0, rows, _squares(pieces))
-            if amax:
-                tops.scatter_reduce_(0, rows, _peaks(pieces), "amax")
+    batches = [
+        [piece for piece in batch if table.grads[piece.row] is not None]
+        for batch in table.batches()
+    ]
+    found = [_pieces(table.grads, batch) for batch in batches]
+    rows = torch.tensor([row for batch in batches for row, _, _ in batch], dtype=torch.int64)
+    if len(rows):
+        rows = rows.to(table.device)
+        sumsq.index_add_(0, rows, _squares(found))
+        if amax:
+            tops.scatter_reduce_(0, rows, _peaks(found), "amax")
     # Sums of squares of float32 values are finite in float64 unless a value is not.
     if not sumsq.isfinite().all():
         found_inf.fill_(1.0)
@@ -94,10 +97,10 @@ def measure(
     return Measure(norm, tops if amax else None, sumsq)
 
 
-def _squares(pieces: list[Tensor]) -> Tensor:
+def _squares(batches: list[list[Tensor]]) -> Tensor:
     """Sum of squares of each piece, float64."""
-    wide = None if pieces[0].dtype == torch.float32 else torch.float32
-    norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=wide)).double()
+    pieces = [*chain.from_iterable(batches)]
+    norms = torch.stack([*chain.from_iterable(map(_norms, batches))]).double()
     doubtful = (~((norms > _SMALL) & (norms < _LARGE))).nonzero().flatten().tolist()
     if doubtful:
         again = torch._foreach_norm([pieces[i] for i in doubtful], 2, dtype=torch.float64)
@@ -105,12 +108,19 @@ def _squares(pieces: list[Tensor]) -> Tensor:
     return norms.square()
 
 
-def _peaks(pieces: list[Tensor]) -> Tensor:
+def _norms(pieces: list[Tensor]) -> Iterable[Tensor]:
+    if not pieces:
+        return ()
+    wide = None if pieces[0].dtype == torch.float32 else torch.float32
+    return torch._foreach_norm(pieces, 2, dtype=wide)
+
+
+def _peaks(batches: list[list[Tensor]]) -> Tensor:
     """Largest magnitude of each piece, float32."""
-    extremes = [torch.aminmax(piece) for piece in pieces]
-    low = torch.stack([e.min for e in extremes])
-    high = torch.stack([e.max for e in extremes])
-    return torch.maximum(-low, high).float()
+    extremes = [torch.aminmax(piece) for pieces in batches for piece in pieces]
+    low = torch.stack([e.min.float() for e in extremes])
+    high = torch.stack([e.max.float() for e in extremes])
+    return torch.maximum(-low, high)
 
 
 def update(
@@ -143,7 +153,7 @@ def update(
         return
     clip = 1.0 if math.isinf(max_norm) else float((max_norm / (norm + 1e-6)).clamp(max=1.0))
     factor = clip / float(scale)
-    factors = [factor] * len(table)
+    factors = torch.tensor(factor, dtype=torch.float32, device=table.device)
     if exponents is not None:
         factors = [factor * 2.0**-power for power in exponents.tolist()]
     counts = [
@@ -152,7 +162,8 @@ def update(
         if grad is not None and slot.taken is not None
     ]
     if counts:
-        torch._foreach_add_(counts, 1.0)
+        # A tensor, not a number: torch would wrap the number anew for each of them.
+        torch._foreach_add_(counts, torch.ones((), device=table.device), alpha=1.0)
     numbers = hypers.tolist()
     for batch, lists in zip(table.batches(), _lists(table), strict=True):
         here = [grads.grads[piece.row] is not None for piece in batch]
@@ -214,9 +225,11 @@ def _lists(table: UpdateTable) -> list[_Lists]:
     return table.lists
 
 
-def _scaled(pieces: list[Tensor], batch: Batch, factors: list[float]) -> list[Tensor]:
+def _scaled(pieces: list[Tensor], batch: Batch, factors: Tensor | list[float]) -> list[Tensor]:
     if pieces[0].dtype != torch.float32:
         pieces = [piece.float() for piece in pieces]
+    if isinstance(factors, Tensor):
+        return list(torch._foreach_mul(pieces, factors))
     return list(torch._foreach_mul(pieces, [factors[piece.row] for piece in batch]))
 
 
@@ -242,8 +255,10 @@ def _adam(lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float]) -
 
 def _sgd(lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float]) -> None:
     lr, sign, weight_decay, momentum, dampening, *_ = hypers
-    # The first momentum buffer is the gradient, undamped.
-    fresh = [bool(count == 1) for count in lists.counts]
+    # The first momentum buffer is the gradient, undamped. Without dampening zeros do that too.
+    fresh = [False] * len(grads)
+    if dampening and rule.momentum:
+        fresh = [bool(count == 1) for count in lists.counts]
     for is_first in set(fresh):
         chosen = [f == is_first for f in fresh]
         torch._fused_sgd_(
@@ -256,7 +271,7 @@ def _sgd(lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float]) ->
             dampening=dampening,
             nesterov=rule.nesterov,
             maximize=sign < 0,
-            is_first_step=rule.momentum and is_first,
+            is_first_step=is_first,
         )
 
 
