@@ -79,6 +79,7 @@ class Phase:
         self._state = DeviceState(self.optimizer, self._stochastic)
 
     @classmethod
+    @torch._disable_dynamo
     def of(cls, optimizer: Optimizer) -> Phase:
         """Return the phase of ``optimizer``, made at the first call."""
         if optimizer not in _PHASES:
