@@ -141,6 +141,22 @@ def test_counts_of_inf_and_nan(backend: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_goes_missing_counts_as_empty(backend: Any) -> None:
+    grads: list[Tensor | None] = [torch.full((5000,), 3.0, device=DEVICE) for _ in range(3)]
+    table = grad_table(grads)
+    grads[1] = None
+    grads[2][4999] = float("nan")  # pyright: ignore
+    assert grad_table(grads, table) is table
+    found_inf, one = torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE)
+    found = backend.measure(table, one, found_inf)
+    assert found.amax[:2].tolist() == [3.0, 0.0]
+    assert found.sumsq[:2].tolist() == pytest.approx([45000.0, 0.0], rel=1e-6)
+    counts = torch.full((3, 2), 9, dtype=torch.int32, device=DEVICE)
+    backend.count_nonfinite(table, found_inf, counts)
+    assert counts.tolist() == [[0, 0], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_counted_without_an_overflow(backend: Any) -> None:
     grads: list[Tensor | None] = [torch.full((3,), float("inf"), device=DEVICE)]
     assert counted(backend, grads, 0.0) == [[123, 123]]

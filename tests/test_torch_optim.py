@@ -249,6 +249,23 @@ def test_tables_are_kept_and_follow_what_moves() -> None:
     assert phase._table is not table
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_state_that_was_reset_while_a_gradient_was_missing_is_made_again(backend: Any) -> None:
+    ours, theirs = params_of(), params_of()
+    left, right = AdamW(ours), AdamW(theirs)
+    for step in range(4):
+        for params, optimizer in ((ours, left), (theirs, right)):
+            set_grads(params, step, 4.0)
+            if step == 1:
+                optimizer.state.clear()
+                params[0].grad = None
+        phase_step(left, 4.0, 1.0, backend)
+        torch_step(right, theirs, 4.0, 1.0)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+    assert_same_state(left, right)
+
+
 def test_gradients_are_let_go_after_the_step() -> None:
     params = params_of()
     optimizer = AdamW(params)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradlift.torch.reference import Measure
 from gradlift.torch.tables import GradKey, GradTable
-from gradlift.torch.update_kernels import INF_BITS, TRITON_DTYPES, chunk_of, load, update
+from gradlift.torch.update_kernels import INF_BITS, TRITON_DTYPES, chunk_of, load, on, update
 
 __all__ = ["count_nonfinite", "measure", "update"]
 
@@ -71,22 +71,23 @@ def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None
     """Count inf and NaN per gradient if an overflow was found; see ``reference``."""
     counts.mul_(found_inf == 0)
     cut = table.cut(COUNT_CHUNK)
-    for key, part in cut.parts.items():
-        assert isinstance(key, GradKey)
-        chunks = part.stop - part.start
-        if chunks:
-            _count_kernel[(min(chunks, COUNT_PROGRAMS),)](
-                cut.entries[part],
-                table.addresses,
-                table.numels,
-                found_inf,
-                counts,
-                chunks,
-                CHUNK=COUNT_CHUNK,
-                DTYPE=TRITON_DTYPES[key.dtype],
-                ALIGNED=key.aligned,
-                num_warps=COUNT_WARPS,
-            )
+    with on(table.device):
+        for key, part in cut.parts.items():
+            assert isinstance(key, GradKey)
+            chunks = part.stop - part.start
+            if chunks:
+                _count_kernel[(min(chunks, COUNT_PROGRAMS),)](
+                    cut.entries[part],
+                    table.addresses,
+                    table.numels,
+                    found_inf,
+                    counts,
+                    chunks,
+                    CHUNK=COUNT_CHUNK,
+                    DTYPE=TRITON_DTYPES[key.dtype],
+                    ALIGNED=key.aligned,
+                    num_warps=COUNT_WARPS,
+                )
 
 
 @triton.jit
@@ -177,31 +178,32 @@ def measure(
     cut = table.cut(MEASURE_CHUNK)
     peaks = torch.empty(cut.chunks, dtype=torch.int32, device=table.device)
     totals = torch.empty(cut.chunks, dtype=torch.float64, device=table.device)
-    for key, part in cut.parts.items():
-        assert isinstance(key, GradKey)
-        if part.stop > part.start:
-            _measure_kernel[(part.stop - part.start,)](
-                cut.entries[part],
-                table.addresses,
-                table.numels,
-                peaks[part],
-                totals[part],
-                CHUNK=MEASURE_CHUNK,
-                DTYPE=TRITON_DTYPES[key.dtype],
-                ALIGNED=key.aligned,
-                num_warps=MEASURE_WARPS,
-            )
     tops = torch.empty(len(table), dtype=torch.float32, device=table.device)
     sumsq = torch.empty(len(table), dtype=torch.float64, device=table.device)
     norm = torch.empty((), dtype=torch.float32, device=table.device)
-    _rows_kernel[(len(table),)](cut.spans, peaks, totals, tops, sumsq, found_inf, BLOCK=512)
-    _norm_kernel[(1,)](
-        sumsq,
-        exponents,
-        scale,
-        norm,
-        len(table),
-        EXPONENTS=exponents is not None,
-        BLOCK=1024,
-    )
+    with on(table.device):
+        for key, part in cut.parts.items():
+            assert isinstance(key, GradKey)
+            if part.stop > part.start:
+                _measure_kernel[(part.stop - part.start,)](
+                    cut.entries[part],
+                    table.addresses,
+                    table.numels,
+                    peaks[part],
+                    totals[part],
+                    CHUNK=MEASURE_CHUNK,
+                    DTYPE=TRITON_DTYPES[key.dtype],
+                    ALIGNED=key.aligned,
+                    num_warps=MEASURE_WARPS,
+                )
+        _rows_kernel[(len(table),)](cut.spans, peaks, totals, tops, sumsq, found_inf, BLOCK=512)
+        _norm_kernel[(1,)](
+            sumsq,
+            exponents,
+            scale,
+            norm,
+            len(table),
+            EXPONENTS=exponents is not None,
+            BLOCK=1024,
+        )
     return Measure(norm, tops, sumsq)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from importlib.util import find_spec
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -305,8 +306,10 @@ def _refuse_params(params: list[Tensor], lows: dict[Tensor, Tensor]) -> str | No
     devices = {p.device for p in params}
     if len(devices) != 1:
         return f"parameters are on several devices: {sorted(map(str, devices))}"
-    if next(iter(devices)).type not in ("cuda", "cpu"):
+    if params[0].device.type not in ("cuda", "cpu"):
         return f"parameters are on {params[0].device}"
+    if params[0].device.type == "cuda" and find_spec("triton") is None:
+        return "triton is not installed"
     for param in chain(params, lows.values()):
         if type(param) not in (Tensor, torch.nn.Parameter) or param.layout != torch.strided:
             return f"a parameter is a {type(param).__name__}, {param.layout}"

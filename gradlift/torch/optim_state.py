@@ -96,7 +96,7 @@ class DeviceState:
             reason = _refuse_state(state.get(params[index]), params[index], rules[index])
             if reason is not None:
                 return reason
-        slots = {p: self._slots[p] for p in params if p in self._slots}
+        slots = {p: self._slots[p] for p in params if self._holds(p)}
         counts: dict[Tensor, float] = {}
         for index in present:
             param, rule = params[index], rules[index]
@@ -111,6 +111,13 @@ class DeviceState:
         self._slots = self._counted(slots, counts, rules[0].kind == "adam")
         self._remember()
         return None
+
+    def _holds(self, param: Tensor) -> bool:
+        """Whether the optimizer's state of ``param`` is the one that was found before."""
+        slot = self._slots.get(param)
+        if slot is None or slot.first is None:
+            return slot is not None
+        return any(value is slot.first for value in self.optimizer.state.get(param, {}).values())
 
     def _make(self, param: Tensor, rule: Rule) -> None:
         names = _names(rule)
@@ -236,7 +243,9 @@ def _refuse_state(state: dict[str, Any] | None, param: Tensor, rule: Rule) -> st
                 return f"the state of a parameter has no {name}"
         elif tensor.device != param.device or not same_order(tensor, param):
             return f"{name} does not lie like its parameter"
-        elif tensor.dtype not in (param.dtype, torch.float32):
+        elif tensor.dtype not in (param.dtype, torch.float32) or (
+            tensor.dtype != state[_names(rule)[0]].dtype
+        ):
             return f"{name} is {tensor.dtype} for a {param.dtype} parameter"
     return None
 

@@ -9,6 +9,8 @@ applies them and writes parameter and state. A skip is decided on the device, by
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,11 @@ ROWS = 128
 
 # Bits of float32 without the sign: as integers, NaN > inf > finite.
 INF_BITS = tl.constexpr(0x7F800000)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @triton.jit
@@ -334,8 +341,22 @@ def update(
     seed: int = 0,
 ) -> None:
     """Update every parameter that has a gradient, unless found_inf is set; see ``reference``."""
+    with on(table.device):
+        _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm, exponents)
+        _launch_update(table, grads, found_inf, seed)
+
+
+def _launch_coefs(
+    table: UpdateTable,
+    grads: GradTable,
+    hypers: Tensor,
+    scale: Tensor,
+    found_inf: Tensor,
+    norm: Tensor,
+    max_norm: float,
+    exponents: Tensor | None,
+) -> None:
     rows = len(table)
-    adam = table.kind == "adam"
     _coefs_kernel[(triton.cdiv(rows, ROWS),)](
         table.pointers,
         grads.addresses,
@@ -348,11 +369,14 @@ def update(
         max_norm,
         table.coefs,
         rows,
-        ADAM=adam,
+        ADAM=table.kind == "adam",
         EXPONENTS=exponents is not None,
         HYPERS=HYPERS,
         BLOCK=ROWS,
     )
+
+
+def _launch_update(table: UpdateTable, grads: GradTable, found_inf: Tensor, seed: int) -> None:
     cut = table.cut(UPDATE_CHUNK)
     for key, part in cut.parts.items():
         assert isinstance(key, UpdateKey)
@@ -365,7 +389,7 @@ def update(
             table.pointers,
             table.coefs,
             found_inf,
-            rows,
+            len(table),
             seed,
             CHUNK=UPDATE_CHUNK,
             GRAD_DTYPE=TRITON_DTYPES[key.grad],
@@ -373,7 +397,7 @@ def update(
             STATE_DTYPE=TRITON_DTYPES[key.state or torch.float32],
             LOW_DTYPE=TRITON_DTYPES[key.low or torch.float32],
             ALIGNED=key.aligned,
-            ADAM=adam,
+            ADAM=table.kind == "adam",
             DECOUPLED=key.rule.decoupled,
             AMSGRAD=key.rule.amsgrad,
             MOMENTUM=key.rule.momentum,
