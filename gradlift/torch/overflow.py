@@ -16,7 +16,7 @@ from torch import Tensor
 from gradlift.torch.grads import Buckets, Key, local, parameters
 from gradlift.torch.names import Names
 from gradlift.torch.readback import capturing
-from gradlift.torch.tables import is_dense
+from gradlift.torch.tables import GradTable, is_dense
 
 Report = tuple[tuple[str, int, int], ...]
 
@@ -92,6 +92,9 @@ class OverflowLog:
 
     def _forget(self) -> None:
         self._last: Report = ()
+        self._counted: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._watched: weakref.WeakKeyDictionary[Any, dict[Key, _Watched]] = (
             weakref.WeakKeyDictionary()
         )
@@ -159,9 +162,27 @@ class OverflowLog:
                 bad_loss = bad
         return complete, bad_loss
 
+    def count(
+        self, optimizer: torch.optim.Optimizer, table: GradTable, found_inf: Tensor, updates: Tensor
+    ) -> None:
+        """Count the gradients of ``table`` where they lie, if ``found_inf`` (0-d float32) is set
+        on their device; nothing is read there. ``updates`` (0-d int32) tells the order."""
+        if table.device.type != "cuda":
+            if bool(found_inf):
+                self.note(optimizer)
+            return
+        from gradlift.torch import kernels
+
+        counted = self._counted.get(optimizer)
+        if counted is None or len(counted[0]) != len(table):
+            counts = torch.zeros(len(table), 2, dtype=torch.int32, device=table.device)
+            counted = self._counted[optimizer] = counts, torch.zeros_like(updates)
+        kernels.count_nonfinite(table, found_inf, counted[0])
+        counted[1].copy_(torch.where(found_inf > 0, updates + 1, counted[1]))
+
     def report(self) -> Report:
         """The parameters whose gradients held an inf or a NaN: (name, inf, nan), in order."""
-        from_device = self._from_device() if self._watched else ()
+        from_device = self._from_device() if self._watched or self._counted else ()
         return from_device or self._last
 
     def _from_device(self) -> Report:
@@ -173,6 +194,11 @@ class OverflowLog:
                     step, inf, nan = _decode(*cells)
                     if inf or nan:
                         rows.append((step, row, names[row], inf, nan))
+        for optimizer, (counts, when) in self._counted.items():
+            names, step = self.names(optimizer), int(when)
+            for row, (inf, nan) in enumerate(counts.tolist()):
+                if inf or nan:
+                    rows.append((step, row, names[row], inf, nan))
         latest = max((row[0] for row in rows), default=0)
         return tuple(row[2:] for row in sorted(rows, key=lambda r: r[1]) if row[0] == latest)
 

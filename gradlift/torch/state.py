@@ -109,6 +109,8 @@ class Remembering(torch.amp.GradScaler):
         self._counts: Tensor | None = None
         self._last_found: Tensor | None = None
         self._grad_norm: Tensor | None = None
+        self.slow_step_reason: str | None = None
+        """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
         self._losses = LossWatch()
         self._checked: Buckets | None = None
         self._readback = Counts()
