@@ -23,6 +23,8 @@ Report = tuple[tuple[str, int, int], ...]
 
 # Programs of a launch: enough to count quickly, few enough to cost nothing when there is no need.
 _PROGRAMS = 512
+# The driver takes a copy this small from ordinary memory into its command buffer, without waiting.
+_SMALL = 4096
 
 
 class _Watched:
@@ -67,8 +69,9 @@ class _Watched:
             return self._last[1]
         if not _all_dense(grads):
             return None
-        # Small copies from ordinary memory are taken over before the call returns.
         host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        if len(addresses) > _SMALL:
+            host = host.pin_memory()
         self._last = addresses, host.to(self.device, non_blocking=True)
         return self._last[1]
 
