@@ -296,7 +296,10 @@ class GradScaler(Remembering):
 
     def _can_step_fast(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the two-pass phase can serve this step; it has then gathered the gradients."""
-        self.slow_step_reason = Phase.of(optimizer).gather()
+        phase = Phase.of(optimizer)
+        self.slow_step_reason = phase.gather()
+        if self.slow_step_reason is None and phase.grads.device != cast(Tensor, self._scale).device:
+            self.slow_step_reason = "the gradients are not on the loss's device"
         return self.slow_step_reason is None
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
