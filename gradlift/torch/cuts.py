@@ -34,6 +34,9 @@ _FLOAT16_FACTORS = range(-14, 16)
 _FLOAT32_FACTORS = range(-126, 128)
 
 
+DIFFERENTIATED = "a gradient was made part of a graph (create_graph)"
+
+
 class Recorder(Protocol):
     """What a probe offers to the hooks: it takes note of one gradient."""
 
@@ -48,7 +51,7 @@ class Gate:
     def __init__(self, probe: Recorder | None) -> None:
         self.task = tasks.NO_TASK
         self.closed: str | None = None
-        """Why this graph stays neutral for good."""
+        """Why this graph stays neutral until it is armed again."""
         self.probe = probe
 
     def is_open(self) -> bool:
@@ -59,7 +62,7 @@ class Gate:
 class Cut:
     """A tensor hook on a module's output. Does nothing until its graph is armed."""
 
-    __slots__ = ("gate", "names", "number", "row", "shift")
+    __slots__ = ("differentiated", "gate", "names", "number", "row", "shift")
     # torch.save would warn about a hook on the tensor; there is nothing to serialize.
     __torch_unserializable__ = True
 
@@ -68,11 +71,16 @@ class Cut:
         """Counts up over all cuts, which orders them by their forward."""
         self.names: list[tuple[str, int]] = []
         """(module, which of its outputs) for every module that returned this tensor."""
+        self.differentiated = False
+        """Whether a gradient that passed here became part of a graph itself (create_graph)."""
         self.gate: Gate | None = None
         self.shift = 0
         self.row: int | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if torch.is_grad_enabled():
+            self.differentiated = True
+            return None
         gate = self.gate
         if grad is None or gate is None or not gate.is_open():
             return None
@@ -138,7 +146,7 @@ class Root:
         gate.task = tasks.NO_TASK
         if gate.closed is None and torch.is_grad_enabled():
             # The products would become part of the graph of the gradient.
-            gate.closed = "the backward pass was asked for a graph of its own (create_graph)"
+            gate.closed = DIFFERENTIATED
         reason = gate.closed or unlike_armed(gate, self.marks)
         if reason is None:
             gate.task = tasks.current_task()
@@ -157,27 +165,23 @@ class Marks:
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
 
-    def is_root(self, node: Node) -> bool:
-        """Whether the node made a scaled loss."""
-        return self.root in node.metadata
-
 
 def unlike_armed(gate: Gate, marks: Marks) -> str | None:
     """Why the running pass is not one over exactly the graph that was armed, or None."""
     calls = [(call, list(entries(call, gate, marks))) for call in tasks.running_calls()]
-    calls = [(call, found) for call, found in calls if any(marks.is_root(n) for n in found)]
+    calls = [(call, at_root) for call, at_root in calls if any(at_root)]
     if len(calls) != 1:
         return "the call that started the backward pass cannot be seen"
-    call, found = calls[0]
+    call, at_root = calls[0]
     if tasks.asks_for_an_intermediate(call):
         return "the gradient of an intermediate tensor was asked for (inputs=)"
-    if not all(marks.is_root(node) for node in found):
+    if not all(at_root):
         return "ops that scale() has not seen feed this graph in the same backward pass"
     return None
 
 
-def entries(call: tasks.Call, gate: Gate, marks: Marks) -> Iterator[Node]:
-    """The nodes at which a pass enters the armed graph: its roots alone, if all is well.
+def entries(call: tasks.Call, gate: Gate, marks: Marks) -> Iterator[bool]:
+    """For each node at which a pass enters the armed graph, whether it is one of its roots.
 
     Whatever carries another gate is walked through: that graph may have been dropped, and its
     mark says nothing about what lies below it now.
@@ -186,13 +190,16 @@ def entries(call: tasks.Call, gate: Gate, marks: Marks) -> Iterator[Node]:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if node.metadata.get(marks.gate) is gate:
-            yield node
-            continue
-        for target, _ in node.next_functions:
-            if target is not None and target not in seen:
-                seen.add(target)
-                stack.append(target)
+        written = node.metadata
+        root = written.get(marks.root)
+        if root is not None and root.gate is gate:
+            yield True
+        elif written.get(marks.gate) is gate:
+            yield False
+        else:
+            targets = {target for target, _ in node.next_functions if target is not None}
+            stack += targets - seen
+            seen |= targets
 
 
 def times_power_of_two(grad: torch.Tensor, shift: int) -> torch.Tensor:

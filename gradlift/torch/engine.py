@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.torch import tasks
-from gradlift.torch.cuts import Cut, Gate, LeafReturn, Marks, Root
+from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, LeafReturn, Marks, Root
 from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.graph import Node, Walk, walk
 from gradlift.torch.names import Names, check_offsets
@@ -165,7 +165,7 @@ class Engine:
                 self._place_cut(tensor, name, number)
 
     def _place_cut(self, tensor: torch.Tensor, name: str, output: int) -> None:
-        node = tensor.grad_fn
+        node: Node = tensor.grad_fn
         if node is None:
             return
         cuts = node.metadata.setdefault(self._marks.cuts, {})
@@ -197,15 +197,11 @@ class Engine:
             return
         found, old = self._walk([edge for _, edges in new for edge in edges])
         assignment = self._assign(found)
-        closed = next((r.gate.closed for r in old if r.gate and r.gate.closed), None)
         if not old and self._probe is None and not any(assignment.offsets):
             return
         gate = Gate(self._probe)
-        gate.closed = closed
         self._set(found, assignment.offsets, gate)
-        for tensor, edges in new:
-            old.append(self._root(tensor, edges, gate))
-        for root in old:
+        for root in old + [self._root(tensor, edges) for tensor, edges in new]:
             root.gate = gate
 
     def _walk(self, edges: list[tuple[Node, int]]) -> tuple[Walk, list[Root]]:
@@ -236,7 +232,10 @@ class Engine:
         self.active, self.neutral = (), None
         if not found.cuts and not self._owns_a_leaf(found):
             self._say("the loss does not come from the watched model")
-        if self._pins:
+        if any(edge.cut.differentiated for edge in found.cuts):
+            self.neutral = DIFFERENTIATED
+            assignment = Assignment([0] * found.components)
+        elif self._pins:
             assignment = from_pins(found, self._pins)
         elif any(self._plan.values()):
             assignment = from_plan(found, keys_of(found), self._plan)
@@ -256,6 +255,8 @@ class Engine:
     def _set(self, found: Walk, offsets: list[int], gate: Gate) -> None:
         for node in found.nodes:
             node.metadata[self._marks.gate] = gate
+            # A scaled loss inside a larger one is no way in any more.
+            node.metadata.pop(self._marks.root, None)
         for edge in found.cuts:
             edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
         self._set_leaves(found, offsets, gate)
@@ -285,11 +286,10 @@ class Engine:
             node.register_hook(written)
         return written
 
-    def _root(self, tensor: torch.Tensor, edges: list[tuple[Node, int]], gate: Gate) -> Root:
-        root = Root(edges, self._marks, _noting(self))
+    def _root(self, tensor: torch.Tensor, edges: list[tuple[Node, int]]) -> Root:
+        node: Node = tensor.grad_fn
+        root = node.metadata[self._marks.root] = Root(edges, self._marks, _noting(self))
         tensor.register_hook(root)
-        written = tensor.grad_fn.metadata  # type: ignore[union-attr]
-        written[self._marks.gate], written[self._marks.root] = gate, True
         self._roots.add(root)
         return root
 
