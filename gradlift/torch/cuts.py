@@ -36,6 +36,8 @@ _FLOAT32_FACTORS = range(-126, 128)
 
 DIFFERENTIATED = "a gradient was made part of a graph (create_graph)"
 
+BATCHED = "the backward pass is batched (is_grads_batched)"
+
 
 class Recorder(Protocol):
     """What a probe offers to the hooks: it takes note of one gradient."""
@@ -78,7 +80,7 @@ class Cut:
         self.row: int | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        if torch.is_grad_enabled():
+        if makes_a_graph():
             self.differentiated = True
             return None
         gate = self.gate
@@ -144,10 +146,9 @@ class Root:
         if gate is None or gate.is_open():
             return
         gate.task = tasks.NO_TASK
-        if gate.closed is None and torch.is_grad_enabled():
-            # The products would become part of the graph of the gradient.
+        if gate.closed is None and makes_a_graph():
             gate.closed = DIFFERENTIATED
-        reason = gate.closed or unlike_armed(gate, self.marks)
+        reason = gate.closed or (BATCHED if is_batched(grad) else unlike_armed(gate, self.marks))
         if reason is None:
             gate.task = tasks.current_task()
         else:
@@ -164,6 +165,17 @@ class Marks:
         self.root = f"gradlift.{owner}.root"
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
+
+
+def makes_a_graph() -> bool:
+    """Whether this backward pass records itself; a cut's product would become part of it."""
+    return torch.is_grad_enabled()
+
+
+def is_batched(grad: torch.Tensor | None) -> bool:
+    """Whether many gradients run as one under vmap; the hooks could not look at them."""
+    batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
+    return grad is not None and batched is not None and batched(grad)
 
 
 def unlike_armed(gate: Gate, marks: Marks) -> str | None:
