@@ -168,9 +168,8 @@ def check(seed, tally):
 def test_random_graphs(block):
     torch.set_num_threads(1)
     tally = Counter()
-    for seed in range(block * 700, block * 700 + 700):
+    for seed in range(block * 500, block * 500 + 500):
         check(seed, tally)
-    print(tally)
-    assert tally["valid"] > 400, tally
+    assert tally["valid"] > 300, tally
     assert tally["active"] > 0.7 * tally["valid"], tally
     assert tally["neutral"] < 0.05 * tally["valid"], tally
