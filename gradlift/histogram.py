@@ -74,6 +74,11 @@ class Histogram:
         )
 
     @classmethod
+    def overflowed(cls, exponent: int, format: str | Format) -> Histogram:
+        """All that is known of a component that overflowed in a step without a probe."""
+        return cls.from_bins([0] * (BINS - 1) + [1], exponent, format)
+
+    @classmethod
     def merge(cls, histograms: Iterable[Histogram]) -> Histogram:
         """All tensors of a component in one; at least one is needed.
 

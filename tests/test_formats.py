@@ -229,7 +229,7 @@ def test_get_takes_names_and_formats():
 def test_what_is_no_float_is_refused():
     for bad in (torch.ones(2, dtype=torch.int32), "1.0", None, True):
         with pytest.raises(ValueError, match="takes a float or a floating-point tensor"):
-            round_to(bad, "float16")  # pyright: ignore[reportArgumentType]
+            round_to(bad, "float16")  # type: ignore
 
 
 def test_python_floats_need_no_torch():
