@@ -1,1 +1,12 @@
-"""PyTorch: see ``GradScaler``."""
+"""PyTorch: ``GradScaler``, a drop-in replacement for ``torch.amp.GradScaler``."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "gradlift.torch needs PyTorch 2.6 or newer: pip install 'gradlift[torch]'"
+    ) from error
+
+from gradlift.torch.scaler import GradScaler
+
+__all__ = ["GradScaler"]

@@ -1,0 +1,77 @@
+"""Things that should advance only when a step was taken: learning rates and weight averages.
+
+Whether a step was skipped is known on the device at once and on the host only later. An average
+is kept on the device, where the flag is. A scheduler lives on the host: it advances at every
+call, as if the step had been taken, and pays a skipped step back by standing still ``DELAY``
+calls later, when the flag has long arrived. So after any number of steps it has advanced once
+for each step taken, give or take the skips of the last ``DELAY`` calls, without waiting for the
+device, and always in the same way. On the CPU the flag is there at once and nothing is late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gradlift.torch.readback import InFlight, capturing
+
+DELAY = 8
+
+Source = torch.nn.Module | Iterable[Tensor]
+
+
+class SchedulerClock:
+    """Decides, call by call, whether one scheduler advances."""
+
+    def __init__(self, pending: Iterable[bool] = ()) -> None:
+        self._pending: deque[InFlight | bool] = deque(pending)
+
+    def advances(self, skipped: Tensor) -> bool:
+        """``skipped``: the 0-d bool flag of the step just made, on its device."""
+        if skipped.device.type == "cpu":
+            return not bool(skipped)
+        if capturing(skipped.device):
+            raise RuntimeError(
+                "step_scheduler() reads back whether a step was skipped and cannot be captured "
+                "into a CUDA graph; call it after the graph's replay"
+            )
+        self._pending.append(InFlight(skipped))
+        return len(self._pending) <= DELAY or not _value(self._pending.popleft())
+
+    def pending(self) -> list[bool]:
+        """The flags that have not taken effect yet; waits for them."""
+        return [_value(flag) for flag in self._pending]
+
+
+def _value(flag: InFlight | bool) -> bool:
+    return flag if isinstance(flag, bool) else bool(flag.wait())
+
+
+def average_(averages: Source, source: Source, decay: float, skipped: Tensor) -> None:
+    """``averages = decay * averages + (1 - decay) * source``, in place, unless skipped.
+
+    Args:
+        averages: a module, or its tensors.
+        source: the module that is followed, or its tensors; not changed. Where both are modules
+            their buffers are copied, unless skipped.
+        decay: from 0 to 1.
+        skipped: 0-d bool on any device, read there and not on the host.
+    """
+    weights: dict[torch.device, Tensor] = {}
+    for average, value in zip(_tensors(averages), _tensors(source), strict=True):
+        if average.device not in weights:
+            moved = skipped.to(average.device, non_blocking=True)
+            weights[average.device] = torch.where(moved, 0.0, 1.0 - decay)
+        weight = weights[average.device].to(average.dtype)
+        average.lerp_(value.detach().to(average.dtype), weight)
+    if isinstance(averages, torch.nn.Module) and isinstance(source, torch.nn.Module):
+        for kept, buffer in zip(averages.buffers(), source.buffers(), strict=True):
+            moved = skipped.to(kept.device, non_blocking=True)
+            kept.copy_(torch.where(moved, kept, buffer))
+
+
+def _tensors(source: Source) -> list[Tensor]:
+    return list(source.parameters() if isinstance(source, torch.nn.Module) else source)

@@ -1,0 +1,185 @@
+"""Unscale and check: one pass over an optimizer's gradients, in plain torch.
+
+Everything here takes gradients as they lie and stays on their device; nothing reads a value
+back. ``collect`` finds the tensors (sparse values, a DTensor's local shard, a complex tensor as
+pairs of reals), so that the rest sees dense real tensors only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+FP16_REFUSED = "Attempting to unscale FP16 gradients."
+
+Buckets = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The optimizer's parameters, in its order."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            assert isinstance(param, Tensor), f"expected a Tensor parameter, got {type(param)}"
+            yield param
+
+
+def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool = False) -> Buckets:
+    """The tensors that hold the optimizer's gradients, by device and dtype.
+
+    Args:
+        optimizer: whose gradients.
+        allow_fp16: whether float16 gradients are accepted; refused with ``ValueError`` else.
+        coalesce: sum duplicate entries of every sparse gradient first (needed for a norm).
+            Sparse float16 gradients are always coalesced: the sum may overflow.
+    """
+    buckets: Buckets = {}
+    for param in parameters(optimizer):
+        grad = param.grad
+        if grad is None:
+            continue
+        dtype = grad.dtype
+        if dtype is torch.float16 and not allow_fp16:
+            raise ValueError(FP16_REFUSED)
+        if grad.is_sparse:
+            if (coalesce or dtype is torch.float16) and not grad.is_coalesced():
+                grad = param.grad = _coalesced(grad)
+            grad = grad._values()
+        elif type(grad) is not Tensor:
+            grad = local(grad)
+        if dtype.is_complex:
+            grad = torch.view_as_real(grad)
+            dtype = grad.dtype
+        buckets.setdefault((grad.device, dtype), []).append(grad)
+    return buckets
+
+
+def local(grad: Tensor) -> Tensor:
+    """The part of ``grad`` that lies on this rank: a DTensor's local tensor, or ``grad``."""
+    to_local = getattr(grad, "to_local", None)
+    return grad if to_local is None else to_local()
+
+
+def _coalesced(grad: Tensor) -> Tensor:
+    if grad.dtype is torch.float16 and grad.device.type == "cpu":
+        return grad.float().coalesce().to(torch.float16)
+    return grad.coalesce()
+
+
+def unscale_and_check_(buckets: Buckets, inv_scale: Tensor, found_inf: Tensor) -> dict:
+    """Multiply every gradient by ``inv_scale`` in place; note whether any is not finite.
+
+    Args:
+        buckets: from ``collect``.
+        inv_scale: 0-d float32, on any device.
+        found_inf: 0-d float32, the flag to start from, on any device.
+
+    Returns:
+        For each device of the gradients its own 0-d float32 flag, 1.0 where an inf or a NaN was
+        found there or ``found_inf`` was 1.0 already, else 0.0. Empty without gradients.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    inverses: dict[torch.device, Tensor] = {}
+    for (device, _), grads in buckets.items():
+        if device not in flags:
+            # A copy each: the caller's flag, and the flag of another device, stay as they are.
+            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+            inverses[device] = inv_scale.to(device, non_blocking=True)
+        _scale_and_flag_(grads, flags[device], inverses[device])
+    return flags
+
+
+def _scale_and_flag_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    fused = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+    if fused is not None and not torch.compiler.is_compiling():
+        try:
+            fused(grads, found_inf, inv_scale)
+            return
+        except NotImplementedError:  # bfloat16 on CUDA in some releases
+            pass
+    scale_and_flag_reference_(grads, found_inf, inv_scale)
+
+
+def scale_and_flag_reference_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What torch's fused op does, in public operations: check first, then multiply in float32."""
+    for grad in grads:
+        bad = (~torch.isfinite(grad)).any().to(found_inf.dtype)
+        found_inf.copy_(torch.maximum(found_inf, bad))
+        if grad.dtype in (torch.float32, torch.float64):
+            grad.mul_(inv_scale)
+        else:
+            grad.copy_(grad.float() * inv_scale)
+
+
+def combine(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
+    """One 0-d float32 flag on ``device``: exactly 1.0 if any is set, since fused optimizers test
+    for that very value. None without flags."""
+    moved = [flag.to(device, non_blocking=True) for flag in flags]
+    if not moved:
+        return None
+    return moved[0] if len(moved) == 1 else torch.stack(moved).amax()
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1/scale, rounded once: through float64 where the device has it."""
+    if has_float64(scale.device):
+        return scale.double().reciprocal().float()
+    return scale.reciprocal()
+
+
+def has_float64(device: torch.device) -> bool:
+    return device.type != "mps" and (device.type != "xpu" or _xpu_has_float64(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _xpu_has_float64(device: torch.device) -> bool:
+    return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", False))
+
+
+def norm(buckets: Buckets, device: torch.device) -> Tensor:
+    """The L2 norm over all gradients as they lie, 0-d float32 on ``device``.
+
+    Squares are summed in float64 where the device has it, and else relative to the largest
+    element: a finite gradient of 1e25 has a finite norm.
+    """
+    norms = [
+        value.to(device, non_blocking=True)
+        for (where, _), grads in buckets.items()
+        for value in _tensor_norms(grads, where)
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms)).float()
+
+
+def _tensor_norms(grads: list[Tensor], device: torch.device) -> list[Tensor]:
+    if has_float64(device):
+        return list(torch._foreach_norm(grads, 2, dtype=torch.float64))
+    return [_guarded_norm(grad) for grad in grads]
+
+
+def _guarded_norm(grad: Tensor) -> Tensor:
+    largest = grad.abs().amax().float() if grad.numel() else grad.new_zeros((), dtype=torch.float32)
+    divisor = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
+    return torch.linalg.vector_norm(grad.float() / divisor) * divisor
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What ``torch.nn.utils.clip_grad_norm_`` multiplies by: 0-d float32, at most 1."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def multiply_(buckets: Buckets, factor: Tensor) -> None:
+    """Multiply every gradient by the 0-d float32 ``factor`` in place."""
+    for (device, _), grads in buckets.items():
+        torch._foreach_mul_(grads, factor.to(device, non_blocking=True))
+
+
+def zero_where_(buckets: Buckets, found_inf: Tensor) -> None:
+    """Set every gradient to zero where the 0-d flag is set, without reading the flag."""
+    for (device, _), grads in buckets.items():
+        mask = found_inf.to(device, non_blocking=True).bool()
+        for grad in grads:
+            grad.masked_fill_(mask, 0)

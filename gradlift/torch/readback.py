@@ -1,0 +1,70 @@
+"""Small device tensors read on the host without waiting for the device.
+
+A copy into pinned memory is queued behind the work that produces the value, and looked at some
+steps later, when it has long arrived. On the CPU there is nothing to wait for, and every read is
+immediate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class InFlight:
+    """One device tensor on its way to the host."""
+
+    def __init__(self, source: Tensor) -> None:
+        """Queue the copy of ``source`` (any dtype and shape) behind the current stream's work."""
+        self._event = None
+        if source.device.type == "cpu":
+            self._host = source.detach().clone()
+        elif source.device.type == "cuda":
+            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host.copy_(source.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(source.device))
+        else:
+            self._host = source.detach().cpu()
+
+    def arrived(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Tensor:
+        """The value, on the CPU."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream records a CUDA graph, in which nothing may be read back."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Counts:
+    """The scaler's counters, delivered to the host at most ``2 * PERIOD`` updates late."""
+
+    PERIOD = 25
+
+    def __init__(self) -> None:
+        self._age = 0
+        self._pending: InFlight | None = None
+
+    def tick(self, counts: Tensor) -> list[int] | None:
+        """Called at every update; the counters when some have arrived, else None."""
+        if counts.device.type == "cpu":
+            return counts.tolist()
+        if capturing(counts.device):
+            return None
+        self._age += 1
+        arrived = None
+        due = self._age >= self.PERIOD
+        if self._pending is not None and (due or self._pending.arrived()):
+            arrived = self._pending.wait().tolist()
+            self._pending = None
+        if due:
+            self._age = 0
+            self._pending = InFlight(counts)
+        return arrived

@@ -1,0 +1,159 @@
+"""One rule, however it runs: Python, torch.where, Triton and torch's own fused op agree."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradlift import Dynamic, ScaleState, Static
+from gradlift.torch import update as module
+
+FACTORS = st.sampled_from([(2.0, 0.5), (1.5, 0.7), (1.1, 0.9), (3.0, 0.25)])
+
+
+def device_state(policy, device="cpu"):
+    scale, clean, patience = policy.init()
+    return ScaleState(
+        torch.tensor(scale, dtype=torch.float32, device=device),
+        torch.tensor(clean, dtype=torch.int32, device=device),
+        torch.tensor(patience, dtype=torch.int32, device=device),
+    ), torch.zeros(module.COUNTS, dtype=torch.int32, device=device)
+
+
+def replay(policy, trace, how, device="cpu"):
+    """State and counts after every step of a trace of (found_inf, bad_loss) counts."""
+    state, counts = device_state(policy, device)
+    rows = []
+    for found, bad in trace:
+        flags = (torch.tensor(float(f), device=device) for f in (found, bad))
+        how(policy, state, counts, *flags)
+        rows.append((*(v.item() for v in state), *counts.tolist()))
+    return rows
+
+
+def policies():
+    return st.builds(
+        lambda factors, interval, hysteresis, consecutive: Dynamic(
+            init_scale=2.0**4,
+            growth_factor=factors[0],
+            backoff_factor=factors[1],
+            growth_interval=interval,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive,
+            min_scale=2.0**-3,
+            max_scale=2.0**7,
+        ),
+        FACTORS,
+        st.integers(1, 5),
+        st.integers(1, 3),
+        st.booleans(),
+    )
+
+
+TRACES = st.lists(st.sampled_from([(0, 0), (0, 0), (1, 0), (1, 1), (2, 1)]), max_size=60)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(policies(), TRACES)
+def test_python_and_where_agree_bit_for_bit(policy, trace):
+    in_python = replay(policy, trace, module._update_in_python_)
+    with_where = replay(policy, trace, module._update_with_where_)
+    assert in_python == with_where
+
+
+def test_the_state_keeps_its_dtypes():
+    state, counts = device_state(Dynamic())
+    module._update_with_where_(Dynamic(), state, counts, torch.zeros(()), torch.zeros(()))
+    assert [value.dtype for value in state] == [torch.float32, torch.int32, torch.int32]
+    assert counts.dtype == torch.int32
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(FACTORS, st.integers(1, 5), st.lists(st.booleans(), max_size=120))
+def test_agrees_with_torchs_fused_op(factors, interval, trace):
+    policy = Dynamic.torch(
+        growth_factor=factors[0], backoff_factor=factors[1], growth_interval=interval
+    )
+    rows = replay(policy, [(found, 0) for found in trace], module.update_)
+    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for found, row in zip(trace, rows, strict=True):
+        growth, backoff = factors
+        found_inf = torch.tensor(float(found))
+        torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+        assert (scale.item(), tracker.item()) == row[:2]
+
+
+def test_counts_what_happened():
+    policy = Dynamic(init_scale=2.0, min_scale=1.0)
+    rows = replay(policy, [(1, 0), (1, 0), (1, 1), (0, 0), (2, 0)], module.update_)
+    skipped, consecutive, floor, bad_loss, updates = zip(*(row[3:] for row in rows), strict=True)
+    assert skipped == (1, 2, 3, 3, 5)
+    assert consecutive == (1, 2, 3, 0, 1)
+    assert floor == (0, 1, 1, 1, 2)
+    assert bad_loss == (0, 0, 1, 1, 1)
+    assert updates == (1, 2, 3, 4, 5)
+
+
+def test_a_static_scale_stays():
+    rows = replay(Static(8.0), [(1, 0), (0, 0)] * 5, module.update_)
+    assert {row[0] for row in rows} == {8.0}
+    assert rows[-1][3] == 5
+
+
+# The Triton program needs its interpreter switched on before triton is imported, so on a machine
+# without a GPU it is compared in a process of its own, by this very file.
+
+
+def compare_kernel(device):
+    from gradlift.torch import update_kernel
+
+    rule: Any = update_kernel.rule
+
+    def kernel(policy, state, counts, found, bad):
+        numbers = module._numbers(policy, state.scale.device)
+        rule[(1,)](*state, counts, found, bad, numbers, num_warps=1)
+
+    generator = torch.Generator().manual_seed(0)
+    for growth, backoff in ((2.0, 0.5), (1.1, 0.9), (3.0, 0.25)):
+        for hysteresis in (1, 3):
+            for consecutive in (False, True):
+                policy = Dynamic(
+                    init_scale=2.0**4,
+                    growth_factor=growth,
+                    backoff_factor=backoff,
+                    growth_interval=3,
+                    hysteresis=hysteresis,
+                    consecutive_hysteresis=consecutive,
+                    min_scale=2.0**-3,
+                    max_scale=2.0**7,
+                )
+                kinds = [(0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (2, 1)]
+                picks = torch.randint(len(kinds), (60,), generator=generator).tolist()
+                trace = [kinds[pick] for pick in picks]
+                in_python = replay(policy, trace, module._update_in_python_)
+                assert replay(policy, trace, kernel, device) == in_python
+    return "kernel agrees"
+
+
+def test_the_triton_rule_agrees_under_the_interpreter():
+    pytest.importorskip("triton")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    result = subprocess.run(
+        [sys.executable, "-c", "import test_torch_update as t; print(t.compare_kernel('cpu'))"],
+        cwd=os.path.join(root, "tests"),
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.strip() == "kernel agrees", result.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_the_triton_rule_agrees_on_the_gpu():
+    assert compare_kernel("cuda") == "kernel agrees"
