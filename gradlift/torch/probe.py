@@ -25,6 +25,9 @@ from gradlift.plan import Cut as PlanCut
 from gradlift.torch.cuts import Cut
 from gradlift.torch.graph import DisjointSets, Walk
 
+# Elements counted at once.
+_CHUNK = 2**24
+
 _FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -251,9 +254,19 @@ def count_exponents(grad: torch.Tensor, counts: torch.Tensor) -> None:
         grad: any shape, a real floating dtype, on any device.
         counts: int64, shape (256,), on the same device; changed in place.
     """
-    bits = grad.float().contiguous().view(torch.int32)
-    exponents = (bits >> 23) & 0xFF
-    if grad.is_cuda:
-        counts += torch.histc(exponents, bins=BINS, min=0, max=BINS - 1)
-    else:
-        counts += torch.bincount(exponents.flatten(), minlength=BINS)
+    # Whole logits in float32 and int32 at once could be more memory than there is.
+    for part in grad.reshape(-1).split(_CHUNK):
+        bits = part.float().view(torch.int32)
+        counts += _count((bits >> 23) & 0xFF)
+
+
+def _count(exponents: torch.Tensor) -> torch.Tensor:
+    if exponents.device.type != "cuda":
+        return torch.bincount(exponents, minlength=BINS)
+    if not torch.are_deterministic_algorithms_enabled():
+        # bincount would wait for the device to learn the largest value.
+        return torch.histc(exponents, bins=BINS, min=0, max=BINS)
+    # Whole numbers add up to the same in any order, but torch refuses histc altogether.
+    ordered = exponents.to(torch.int16).sort().values
+    edges = torch.arange(BINS + 1, dtype=torch.int16, device=exponents.device)
+    return torch.searchsorted(ordered, edges).diff()
