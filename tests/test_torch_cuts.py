@@ -1,6 +1,7 @@
 """Exact on any model: random exponents on every component leave the gradients as they were."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def one_thread():
 
 def mlp(*widths, act=nn.Tanh):
     layers: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), act()]
     return nn.Sequential(*layers[:-1])
 
@@ -261,7 +262,7 @@ class Clamped(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # type: ignore[override]
         return grad.clamp(-1.0, 1.0)
 
 
@@ -271,7 +272,7 @@ class Doubled(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # type: ignore[override]
         return 2 * grad
 
 
@@ -291,7 +292,7 @@ def test_custom_functions():
     scaled_before, _ = run(model, step)
     engine = Engine(model)
     engine.pin({"a.0": 5, "b.1": 3})
-    found, seen = run(model, step, engine)
+    found, _seen = run(model, step, engine)
     same(found, scaled_before)
     assert dict(engine.active).keys() >= {"a.0", "b.1"}
     check_exact(Custom(Doubled), step, linear=(Doubled,), at_least=5)
@@ -445,7 +446,10 @@ BACKWARDS = [accumulated, one_by_one, summed, again]
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_micro_batches(backward):
     model, batches = mlp(4, 6, 6, 2), torch.randn(3, 5, 4)
-    step = lambda model: [model(x).pow(2).mean() for x in batches]
+
+    def step(model):
+        return [model(x).pow(2).mean() for x in batches]
+
     check_exact(model, step, backward=backward, at_least=4)
 
 
@@ -520,7 +524,7 @@ def test_other_precisions(dtype):
 
 
 def test_bfloat16_autocast():
-    model, x = GPT(depth=2), IDS
+    model, _x = GPT(depth=2), IDS
 
     def step(model):
         with torch.autocast("cpu", torch.bfloat16):

@@ -81,24 +81,20 @@ def test_a_changed_graph(change, seed):
     engine.close()
 
 
-@pytest.mark.parametrize("change", ["a branch is swapped", "a skip is added"])
-def test_an_unplanned_graph_is_neutral_and_asks_for_a_probe(change):
+def test_an_unplanned_graph_is_neutral_and_asks_for_a_probe():
     model, step = Flexible(), step_with(torch.randn(3, 4))
     engine = planned(model, step)
-    for name, value in CHANGES[change].items():
-        setattr(model, name, value)
-    engine.follow(engine._plan | {"layers.1.2": 3, "layers.1": 3, "layers.2": 9, "layers.2.2": 9})
+    model.branch = "right"
     run(model, step, engine)
-    if change == "a branch is swapped":
-        assert engine.unplanned
-        assert "not the planned one: 'right' was not there" in engine.neutral
-        engine.probe()
-        run(model, step, engine)
-        graph = engine.take().survey(10).graph
-        assert not engine.unplanned
-        engine.follow(random_offsets(graph, 1))
-        run(model, step, engine)
-        assert engine.neutral is None
+    assert engine.unplanned
+    assert "not the planned one: 'right' was not there" in str(engine.neutral)
+    engine.probe()
+    run(model, step, engine)
+    graph = engine.take().survey(10).graph
+    assert not engine.unplanned
+    engine.follow(random_offsets(graph, 1))
+    run(model, step, engine)
+    assert engine.neutral is None
     engine.close()
 
 
@@ -122,7 +118,7 @@ def test_the_plan_is_not_followed_where_the_graph_joins_what_it_separated():
     expected, _ = run(model, step, None, 1.0)
     found, _ = run(model, step, engine)
     same(found, expected)
-    assert "'a' and 'act' are joined now" in engine.neutral
+    assert "'a' and 'act' are joined now" in str(engine.neutral)
     assert engine.unplanned
     engine.close()
 

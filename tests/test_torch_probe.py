@@ -1,5 +1,6 @@
 """Histograms on the device, and the graph that a probe brings back."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -103,7 +104,7 @@ def test_other_layouts_are_counted_by_what_they_hold(grad):
 
 def mlp(*widths):
     layers: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -176,7 +177,9 @@ def test_micro_batches_add_up_in_one_row():
         for loss in losses:
             plain(engine, loss, scale)
 
-    step = lambda m: [m(x).pow(2).mean() for x in batches]
+    def step(m):
+        return [m(x).pow(2).mean() for x in batches]
+
     engine = Engine(model)
     engine.probe()
     run(model, step, engine, backward=by_turns)
@@ -205,7 +208,10 @@ def test_graphs_of_one_probe_are_joined_by_their_keys():
 
     engine = Engine(model)
     engine.probe()
-    step = lambda m: [m(x, True).pow(2).mean(), m(x, False).sum()]
+
+    def step(m):
+        return [m(x, True).pow(2).mean(), m(x, False).sum()]
+
     expected, _ = run(model, step, None, 1.0, backward=by_turns)
     run(model, step, engine, backward=by_turns)
     graph = engine.take().survey(10).graph
@@ -248,7 +254,7 @@ def test_held_components_are_pinned_to_the_loss_in_the_planners_graph():
             return x.clone()
 
         @staticmethod
-        def backward(ctx, grad):
+        def backward(ctx, grad):  # type: ignore[override]
             return grad
 
     class Held(nn.Module):

@@ -174,7 +174,8 @@ def makes_a_graph() -> bool:
 
 def is_batched(grad: torch.Tensor | None) -> bool:
     """Whether many gradients run as one under vmap; the hooks could not look at them."""
-    batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
+    functorch = getattr(torch._C, "_functorch", None)
+    batched = getattr(functorch, "is_legacy_batchedtensor", None)
     return grad is not None and batched is not None and batched(grad)
 
 
