@@ -692,7 +692,7 @@ def test_unknown_names_are_refused_with_close_matches(model):
     with pytest.raises(ValueError, match=r"no module named 'block.atention'.*'block.attention'"):
         watched.pin({"a": 1, "block.atention": 2})
     assert watched.pins == {}
-    for bad in (1.5, True, "3", None, 61, -61):
+    for bad in (1.5, True, "3", None, 121, -121):
         with pytest.raises(ValueError, match="offset of 'a'"):
             watched.pin({"a": bad})
 
@@ -703,8 +703,9 @@ def test_contradictory_pins_are_refused_before_anything_changes():
     watched.pin({"0": 3, "0.1": 4})
     expected, _ = run(model, loss_of, None, 1.0)
     scaled = loss_of(fresh(model)) * SCALE
-    with pytest.raises(ValueError, match=r"'0.1' at 4 and '0' at 3"):
-        watched.arm(scaled)
+    for refuse in (watched.arm, watched.check):
+        with pytest.raises(ValueError, match=r"'0.1' at 4 and '0' at 3"):
+            refuse(scaled)
     assert not watched._roots
     scaled.backward()
     same([p.grad / SCALE for p in model.parameters()], expected)

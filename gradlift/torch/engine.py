@@ -37,8 +37,8 @@ from gradlift.torch.graph import Node, Walk, walk
 from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe import Probe
 
-# The difference of two offsets stays a factor that float32 can hold.
-LARGEST_OFFSET = 60
+# As far as two exponents of a plan can be apart.
+LARGEST_OFFSET = 120
 
 _engines = itertools.count()
 
@@ -60,7 +60,7 @@ class Engine:
         """Why the last armed graph or backward pass ran at the global scale throughout."""
         self.unplanned = False
         """Whether a graph came along that the plan was not made for; a probe clears it."""
-        self._linear = frozenset(linear)
+        self.linear = frozenset(linear)
         self._names = Names(model)
         self._pins: dict[str, int] = {}
         self._plan: dict[str, int] = {}
@@ -117,6 +117,16 @@ class Engine:
             self.unplanned = False
             probe.send()
         return probe
+
+    @property
+    def probing(self) -> bool:
+        """Whether armed graphs record their gradients."""
+        return self._probe is not None
+
+    @property
+    def can_watch(self) -> bool:
+        """Whether outputs can be looked at when something is due; what cannot is said once."""
+        return self._handle is not None or self._can_watch()
 
     @property
     def watching(self) -> bool:
@@ -204,6 +214,16 @@ class Engine:
         for root in old + [self._root(tensor, edges) for tensor, edges in new]:
             root.gate = gate
 
+    def check(self, losses: Any) -> None:
+        """Raises what ``arm`` would raise on these losses, not yet scaled; changes nothing."""
+        if not self.watching or not self._pins:
+            return
+        for loss in tensors_in(losses):
+            if loss.grad_fn is not None:
+                found, _ = self._walk([(loss.grad_fn, loss.output_nr)])
+                if not _differentiated(found):
+                    from_pins(found, self._pins)
+
     def _walk(self, edges: list[tuple[Node, int]]) -> tuple[Walk, list[Root]]:
         """The graph below ``edges`` and below every living root it shares nodes with."""
         alive: defaultdict[Gate, list[Root]] = defaultdict(list)
@@ -220,7 +240,7 @@ class Engine:
             return written.get(marks.cuts)
 
         while True:
-            found = walk(edges, cuts_of, self._linear)
+            found = walk(edges, cuts_of, self.linear)
             fresh = [root for gate in met for root in alive.pop(gate)]
             met.clear()
             if not fresh:
@@ -232,7 +252,7 @@ class Engine:
         self.active, self.neutral = (), None
         if not found.cuts and not self._owns_a_leaf(found):
             self._say("the loss does not come from the watched model")
-        if any(edge.cut.differentiated for edge in found.cuts):
+        if _differentiated(found):
             self.neutral = DIFFERENTIATED
             assignment = Assignment([0] * found.components)
         elif self._pins:
@@ -305,6 +325,10 @@ class Engine:
 def _edges_below(tensor: torch.Tensor) -> list[tuple[Node, int]]:
     assert tensor.grad_fn is not None
     return [edge for edge in tensor.grad_fn.next_functions if edge[0] is not None]
+
+
+def _differentiated(found: Walk) -> bool:
+    return any(edge.cut.differentiated for edge in found.cuts)
 
 
 def _watch(engine: Engine) -> Any:

@@ -1,0 +1,241 @@
+"""Where the exponents go from step to step: what was seen goes in, what to do comes out.
+
+Pure Python over whole numbers, so that a run never depends on timing and every rank that sees
+the same decides the same. Each step leaves a record; a probed step leaves a survey as well. In
+pseudo-code; ``Pilot.saw`` has the same shape::
+
+    a survey:    plan anew; the global exponent is the plan's; probe again while something was
+                 out of sight, otherwise at the next turn
+    an overflow: the device has halved the scale already; probe as soon as possible
+    otherwise:   move the global exponent by the trend of the parameter gradients, before
+                 anything overflows
+
+Records arrive some steps late, and the device may have backed off in between. So the answer is
+a shift and never an absolute exponent: what nobody has seen yet is not undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradlift.formats import Format, get
+from gradlift.plan import Component, Cut, Graph, Histogram, Plan, choose, growth, predict
+from gradlift.potential import MAX_EXPONENT, MIN_EXPONENT
+
+DEFAULT_INTERVAL = 200
+# Steps of history that the trend of the parameter gradients is taken from.
+PATIENCE = 32
+# Probes in a row that may find something out of sight before it is left for the next turn.
+MOST_IN_A_ROW = 12
+# Probes whose largest gradients are remembered for the forecast.
+REMEMBERED = 6
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one step left behind."""
+
+    step: int
+    exponent: int
+    """floor(log2) of the loss scale it ran at."""
+    amax: int | None
+    """floor(log2) of the largest true parameter gradient; None if there was none."""
+    overflow: bool
+    bad_loss: bool = False
+    """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
+
+
+class Pilot:
+    """Decides the global exponent, the plan and the probes.
+
+    Args:
+        format: the format gradients are stored in.
+        tolerance: fraction of the non-zero elements that may be flushed.
+        headroom: bits to keep free above the largest gradient.
+        interval: steps between probes once everything was in sight.
+        layerwise: whether components may have exponents of their own.
+    """
+
+    def __init__(
+        self,
+        format: str | Format,
+        tolerance: float,
+        headroom: int,
+        interval: int | None = None,
+        layerwise: bool = True,
+    ) -> None:
+        self.format = get(format)
+        self.tolerance, self.headroom, self.layerwise = tolerance, headroom, layerwise
+        self.interval = DEFAULT_INTERVAL if interval is None else interval
+        self.plan: Plan | None = None
+        self.next_probe = 0
+        self._limit = self.format.max_exponent - headroom
+        self._history: list[int | None] = []
+        self._shifts: list[tuple[int, int]] = []
+        self._in_a_row = 0
+        self._peaks: dict[str, list[tuple[int, int | None]]] = {}
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """The plan's offsets from the loss's exponent, by key; empty without a plan."""
+        if self.plan is None:
+            return {}
+        return {
+            key: offset
+            for component, offset in zip(self.plan.components, self.plan.offsets, strict=True)
+            for key in component.modules
+        }
+
+    def saw(
+        self,
+        record: Record,
+        now: int,
+        graph: Graph | None = None,
+        histograms: Sequence[Histogram | None] = (),
+        blind: bool = False,
+    ) -> int:
+        """Takes a record in, with a probed step's survey; returns the shift of the exponent.
+
+        Args:
+            record: of a step that is over.
+            now: the step that has just ended; the shift acts from the next one on.
+            graph: components and cuts, if that step was probed.
+            histograms: what was seen of each component.
+            blind: whether no probe can ever be taken, so that parameters must tell all.
+        """
+        expected = record.exponent + self._shifted_since(record.step)
+        self._history = [*self._history, None if record.overflow else record.amax][-PATIENCE:]
+        if graph is not None and not record.bad_loss:
+            target = self._planned(record, now, graph, histograms)
+        elif record.overflow:
+            target = expected
+            if not record.bad_loss:
+                self.next_probe = min(self.next_probe, now + 1)
+        else:
+            target = self._predicted(expected, blind)
+        target = min(max(target, MIN_EXPONENT), MAX_EXPONENT)
+        if target != expected:
+            self._shifts.append((now, target - expected))
+        return target - expected
+
+    def _shifted_since(self, step: int) -> int:
+        self._shifts = [(at, by) for at, by in self._shifts if at >= step]
+        return sum(by for _, by in self._shifts)
+
+    def _planned(
+        self,
+        record: Record,
+        now: int,
+        graph: Graph,
+        histograms: Sequence[Histogram | None],
+    ) -> int:
+        if not self.layerwise:
+            graph = replace(
+                graph, components=tuple(replace(c, pinned=0) for c in graph.components)
+            )
+        last = self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent)
+        plan = self.plan = choose(
+            graph,
+            histograms,
+            format=self.format,
+            tolerance=self.tolerance,
+            headroom=self.headroom,
+            last=last,
+            forecast=self._forecast(record.step, graph, histograms),
+        )
+        if record.amax is not None and not record.overflow:
+            self._limit = plan.limit(record.amax)
+        self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0
+        self.next_probe = now + (1 if 0 < self._in_a_row < MOST_IN_A_ROW else self._wait(now))
+        return plan.global_exponent
+
+    def _wait(self, now: int) -> int:
+        """Early on gradients change fast: look at twice the step, then at every interval."""
+        return min(max(now, 8), self.interval)
+
+    def _forecast(
+        self, step: int, graph: Graph, histograms: Sequence[Histogram | None]
+    ) -> list[int]:
+        found = []
+        for component, histogram in zip(graph.components, histograms, strict=True):
+            name = component.modules[0] if component.modules else ""
+            known = self._peaks.get(name, [])
+            known = [*known, (step, histogram.peak if histogram else None)][-REMEMBERED:]
+            self._peaks[name] = known
+            steps, peaks = [at for at, _ in known], [peak for _, peak in known]
+            # No further than was looked back: a line through three early steps means little.
+            found.append(growth(steps, peaks, min(self.interval, steps[-1] - steps[0])))
+        return found
+
+    def _predicted(self, expected: int, blind: bool) -> int:
+        if self.plan is None:
+            return self._first_guess(expected) if blind else expected
+        if self.plan.room + self.plan.global_exponent >= MAX_EXPONENT:
+            # Nothing is at stake, in bfloat16 or float32: stay.
+            return expected
+        return predict(expected, self._history, limit=self._limit, patience=PATIENCE)
+
+    def _first_guess(self, expected: int) -> int:
+        known = [peak for peak in self._history if peak is not None]
+        if len(known) == 1:
+            return self._limit - known[0] - self.headroom
+        return predict(expected, self._history, limit=self._limit, patience=PATIENCE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that it remembers, in primitives."""
+        return {
+            "plan": self.plan and self.plan.to_dict(),
+            "next_probe": self.next_probe,
+            "limit": self._limit,
+            "history": list(self._history),
+            "shifts": [list(shift) for shift in self._shifts],
+            "in_a_row": self._in_a_row,
+            "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
+        }
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Goes on from what ``to_dict`` wrote; a damaged state raises a ``ValueError``."""
+        try:
+            plan = data["plan"] and Plan.from_dict(data["plan"])
+            limit, in_a_row = int(data["limit"]), int(data["in_a_row"])
+            next_probe = int(data["next_probe"])
+            history = [None if p is None else int(p) for p in data["history"]]
+            shifts = [(int(at), int(by)) for at, by in data["shifts"]]
+            peaks = {
+                str(key): [(int(at), None if p is None else int(p)) for at, p in rows]
+                for key, rows in data["peaks"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the adaptive scaler is damaged: {error!r}") from error
+        self.plan, self._limit, self._in_a_row = plan, limit, in_a_row
+        self.next_probe, self._history, self._shifts = next_probe, history, shifts
+        self._peaks = peaks
+
+
+def survey_to_dict(graph: Graph, histograms: Sequence[Histogram | None]) -> dict[str, Any]:
+    """A survey that waits for its turn, in primitives."""
+    return {"graph": asdict(graph), "histograms": [h and asdict(h) for h in histograms]}
+
+
+def survey_from_dict(data: Mapping[str, Any]) -> tuple[Graph, tuple[Histogram | None, ...]]:
+    """What ``survey_to_dict`` wrote; a damaged one raises a ``ValueError``."""
+    try:
+        graph = data["graph"]
+        return (
+            Graph(
+                tuple(
+                    Component(**{**component, "modules": tuple(component["modules"])})
+                    for component in graph["components"]
+                ),
+                tuple(Cut(**cut) for cut in graph["cuts"]),
+                graph["loss"],
+            ),
+            tuple(
+                h and Histogram(**{**h, "counts": tuple((at, n) for at, n in h["counts"])})
+                for h in data["histograms"]
+            ),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a survey in the adaptive scaler's state is damaged: {error!r}") from error
