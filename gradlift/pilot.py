@@ -132,15 +132,15 @@ class Pilot:
         histograms: Sequence[Histogram | None],
     ) -> int:
         if not self.layerwise:
-            graph = replace(
-                graph, components=tuple(replace(c, pinned=0) for c in graph.components)
-            )
+            graph = replace(graph, components=tuple(replace(c, pinned=0) for c in graph.components))
         last = self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent)
         plan = self.plan = choose(
             graph,
             histograms,
             format=self.format,
-            tolerance=self.tolerance,
+            # A component's histogram holds what enters it and what leaves it: half for each, so
+            # that neither can lose more than the tolerance.
+            tolerance=self.tolerance / 2,
             headroom=self.headroom,
             last=last,
             forecast=self._forecast(record.step, graph, histograms),
@@ -238,4 +238,6 @@ def survey_from_dict(data: Mapping[str, Any]) -> tuple[Graph, tuple[Histogram | 
             ),
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a survey in the adaptive scaler's state is damaged: {error!r}") from error
+        raise ValueError(
+            f"a survey in the adaptive scaler's state is damaged: {error!r}"
+        ) from error

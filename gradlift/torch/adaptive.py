@@ -127,7 +127,10 @@ class AdaptiveGradScaler(GradScaler):
                 component with different offsets raise it in the next ``scale()``.
         """
         self._engine.pin(offsets)
-        if not offsets:
+        if offsets:
+            # What is flushed at exponents set by hand says nothing about the planned ones.
+            self._engine.take()
+        else:
             self._engine.follow(self._pilot.offsets)
             self._pilot.next_probe = self._step_number
             self._probe_if_due(self._step_number)
