@@ -5,7 +5,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-import tomllib
+import tomllib  # pyright: ignore[reportMissingImports]
 
 import gradlift
 

@@ -53,7 +53,7 @@ class OwnScaling(torch.optim.Optimizer):
         super().__init__(params, {})
         self.seen: list[tuple[torch.Tensor | None, torch.Tensor]] = []
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: object = None) -> float | None:  # type: ignore[override]
         self.seen.append((self.grad_scale, self.found_inf))  # type: ignore[attr-defined]
         return 7.0
 
@@ -192,6 +192,29 @@ def test_scale_of_another_iterable_is_lazy(cls: type[Scaler]) -> None:
     assert next(scaled).item() == 8.0
     assert asked == [1.0]
     assert [t.item() for t in scaled] == [16.0]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.tensor(3),
+        torch.tensor(True),
+        torch.tensor(3 + 1j),
+        torch.empty(0),
+        torch.ones((), device="meta"),
+        torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (3,), check_invariants=True),
+    ],
+    ids=["int", "bool", "complex", "empty", "meta", "sparse"],
+)
+def test_scale_takes_any_tensor_that_can_be_multiplied(
+    cls: type[Scaler], output: torch.Tensor
+) -> None:
+    scaled = cls("cpu", init_scale=8.0).scale(output)
+    expected = output * torch.tensor(8.0, device=output.device)
+    assert scaled.dtype is expected.dtype
+    assert scaled.device == expected.device
+    if not output.is_meta:
+        assert torch.equal(scaled.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("outputs", [1.0, 3, None, [1.0], (torch.ones(()), None)])

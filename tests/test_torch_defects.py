@@ -209,7 +209,7 @@ class OwnScaling(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         keep = self.found_inf.bool()  # type: ignore[attr-defined]
         for group in self.param_groups:
             for p in group["params"]:
@@ -241,7 +241,11 @@ def expect_compiled_as_eager(
             seen.append((scaler.get_scale(), p.tolist()))
         return seen
 
-    assert run(compiled=True) == run(compiled=False)
+    for (scale, values), (expected_scale, expected) in zip(run(True), run(False), strict=True):
+        assert scale == expected_scale
+        # torch's own compiled Adam differs from its eager one by some 1e-5: it computes the bias
+        # corrections in float32.
+        assert values == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def defect_6_own_scaling(cls: Any) -> None:

@@ -532,6 +532,32 @@ def test_a_bad_loss_is_told_once_with_advice() -> None:
     assert scaler.get_scale() == 65536.0
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_a_large_loss_is_not_a_bad_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """However it is tested, the test must not overflow by itself."""
+    scaler, p = GradScaler("cpu", init_scale=8.0), parameter(1.0)
+    scaler.scale(torch.full(shape, torch.finfo(dtype).max, dtype=dtype))
+    lossy(scaler, sgd(p), p.sum())
+    assert p.item() == 0.5
+    assert bool(scaler.last_step_skipped) is False
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_bad_element_anywhere_is_a_bad_loss(bad: float, place: int) -> None:
+    scaler, p = GradScaler("cpu", init_scale=8.0), parameter(1.0)
+    outputs = torch.ones(3)
+    outputs[place] = bad
+    scaler.scale(outputs)
+    with pytest.warns(RuntimeWarning, match="loss"):
+        lossy(scaler, sgd(p), p.sum())
+    assert p.item() == 1.0
+    assert scaler.get_scale() == 8.0
+
+
 def test_one_bad_loss_in_an_accumulation_skips() -> None:
     scaler, p = GradScaler("cpu", init_scale=8.0), parameter(1.0)
     optimizer = sgd(p)

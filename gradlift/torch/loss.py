@@ -30,9 +30,12 @@ class LossWatch:
         self.seen = True
         if self._taken:
             self.reset()
-        if not _applies(process_group) or not output.is_floating_point() or not output.numel():
+        if not _applies(process_group) or not output.is_floating_point():
             return
-        flag = _not_finite(local(output.detach())).to(device, non_blocking=True)
+        value = output._values() if output.is_sparse else local(output)
+        if not value.numel():
+            return
+        flag = _not_finite(value.detach()).to(device, non_blocking=True)
         self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
 
     def take(self) -> Tensor | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradlift.torch.grads import local, parameters
+from gradlift.torch.names import Names
 
 Report = tuple[tuple[str, int, int], ...]
 
@@ -61,30 +62,34 @@ class OverflowLog:
                 rows.append((name, int(values.isinf().sum()), int(values.isnan().sum())))
         self._last = tuple(row for row in rows if row[1] or row[2])
 
-    def watch(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, updates: Tensor) -> None:
+    def watch(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, updates: Tensor) -> bool:
         """Let the device count if ``found_inf`` (0-d float32) is set there; nothing is read.
 
         Args:
-            optimizer: whose gradients lie on CUDA devices, dense.
+            optimizer: whose gradients to count.
             found_inf: the flag of this step.
             updates: 0-d int32 on the flag's device, growing: tells the overflows' order.
+
+        Returns:
+            Whether it could be done: all gradients dense and on CUDA devices.
         """
+        by_device = _dense_on_cuda(optimizer)
+        if by_device is None:
+            return False
         from gradlift.torch import kernels
 
-        for watched in self._watch_list(optimizer):
+        for watched in self._watch_list(optimizer, by_device):
             device = watched.counts.device
             flag = found_inf.to(device, non_blocking=True)
             kernels.count_nonfinite(watched.table, flag, watched.counts)
             if len(self._watched) > 1:
                 now = updates.to(device, non_blocking=True)
                 watched.when.copy_(torch.where(flag > 0, now, watched.when))
+        return True
 
-    def _watch_list(self, optimizer: torch.optim.Optimizer) -> list[_Watched]:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for param in parameters(optimizer):
-            grad = param.grad
-            if grad is not None:
-                by_device.setdefault(grad.device, []).append(_dense(grad))
+    def _watch_list(
+        self, optimizer: torch.optim.Optimizer, by_device: dict[torch.device, list[Tensor]]
+    ) -> list[_Watched]:
         watched = self._watched.get(optimizer)
         if watched is None or not _all_fit(watched, by_device):
             named = list(zip(self.names(optimizer), parameters(optimizer), strict=True))
@@ -115,7 +120,7 @@ class OverflowLog:
         """A name for each of the optimizer's parameters, in its order: the model's where a model
         is known, the optimizer's own where it was built from named parameters, else its place."""
         model = None if self._model is None else self._model()
-        known = {} if model is None else {id(p): n for n, p in model.named_parameters()}
+        known = {} if model is None else Names(model).of_parameter
         names = []
         for g, group in enumerate(optimizer.param_groups):
             own = group.get("param_names") or []
@@ -132,9 +137,20 @@ class OverflowLog:
         self._forget()
 
 
-def _dense(grad: Tensor) -> Tensor:
-    grad = grad if type(grad) is Tensor else local(grad)
-    return torch.view_as_real(grad) if grad.dtype.is_complex else grad
+def _dense_on_cuda(optimizer: torch.optim.Optimizer) -> dict[torch.device, list[Tensor]] | None:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for param in parameters(optimizer):
+        grad = param.grad
+        if grad is None:
+            continue
+        if type(grad) is not Tensor:
+            grad = local(grad)
+        if not grad.is_cuda or grad.layout is not torch.strided:
+            return None
+        if grad.is_complex():
+            grad = torch.view_as_real(grad)
+        by_device.setdefault(grad.device, []).append(grad)
+    return by_device
 
 
 def _all_fit(watched: list[_Watched], by_device: dict[torch.device, list[Tensor]]) -> bool:

@@ -37,6 +37,8 @@ class Remembering(torch.amp.GradScaler):
         max_consecutive_skips: int | None,
     ) -> None:
         super().__init__(device, policy.init_scale, enabled=enabled)
+        if not self._enabled:
+            self._scale = self._growth_tracker = None
         self._policy = policy
         self._overflow = OverflowLog(model)
         self._reactions = Reactions(max_consecutive_skips)
