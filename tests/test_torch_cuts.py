@@ -2,15 +2,17 @@
 
 import dataclasses
 import itertools
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cuts_harness import check_exact, run, same
+from cuts_harness import check_exact, plain, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gradlift.torch import tasks
 from gradlift.torch.engine import Engine
 
 
@@ -544,3 +546,70 @@ def test_half_precision_leaves_stay_at_the_global_scale():
     same(found, expected)
     assert torch.equal(seen["0"], before["0"])
     assert torch.equal(seen["1"], before["1"] * 8), "activations have no leaf and may move"
+
+
+class Plain(nn.Module):
+    """Only ops whose CUDA kernels add up in the same order every time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+        self.act, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.drop(self.act(layer(x)))
+        return x.tanh()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [plain, *BACKWARDS])
+def test_on_a_gpu(backward):
+    """The hooks run in the device's thread there, the call is found in another one."""
+    x = torch.randn(3, 8, 16, device="cuda")
+    check_exact(
+        Plain().cuda(), lambda m: [m(one).pow(2).mean() for one in x], backward=backward, at_least=8
+    )
+
+
+@pytest.mark.gpu
+def test_float16_autocast_on_a_gpu():
+    """On a coarse grid every float16 gradient is exact, at any exponent in range."""
+    model, x = Plain().cuda().eval(), torch.randint(-2, 3, (8, 16), device="cuda").float()
+    for p in model.parameters():
+        p.data = torch.randint(-1, 2, p.shape, device="cuda").float()
+    model.act = nn.Identity()
+
+    def step(model):
+        with torch.autocast("cuda", torch.float16):
+            for layer in model.layers[:2]:
+                y = layer(x)
+        return y.float().sum()
+
+    found = []
+    for pins in ({}, {"layers.1": 5}):
+        engine = Engine(model)
+        engine.pin(pins)
+        found.append(run(model, step, engine, scale=4.0)[0])
+        assert bool(engine.active) == bool(pins)
+        assert engine.neutral is None
+        engine.close()
+    same(*found)
+
+
+def test_a_pass_whose_hooks_run_in_another_thread_is_recognised():
+    """As on a GPU: the caller waits inside torch while another thread runs the hooks."""
+    calls = []
+
+    def look(grad):
+        thread = threading.Thread(target=lambda: calls.extend(tasks.running_calls()))
+        thread.start()
+        thread.join()
+
+    x = torch.ones(3, requires_grad=True)
+    loss = (2 * x).sum()
+    loss.register_hook(look)
+    loss.backward(inputs=[x])
+    assert len(calls) == 1
+    assert calls[0].outputs == (loss.grad_fn,)
+    assert calls[0].inputs[0] is x
