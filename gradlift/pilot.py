@@ -6,7 +6,8 @@ pseudo-code; ``Pilot.saw`` has the same shape::
 
     a survey:    plan anew; the global exponent is the plan's; probe again while something was
                  out of sight, otherwise at the next turn
-    an overflow: the device has halved the scale already; probe as soon as possible
+    an overflow: the device has halved the scale already; lower the exponent of the component
+                 nearest to the loss whose parameters show it, and probe as soon as possible
     otherwise:   move the global exponent by the trend of the parameter gradients, before
                  anything overflows
 
@@ -47,6 +48,37 @@ class Record:
     """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What a probe brings back."""
+
+    graph: Graph
+    histograms: tuple[Histogram | None, ...]
+    """For each component; None where nothing was recorded."""
+    owners: Mapping[str, int]
+    """The component that computes each parameter's gradient."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The survey in primitives, for a checkpoint in which it waits for its turn."""
+        return {
+            "graph": asdict(self.graph),
+            "histograms": [h and asdict(h) for h in self.histograms],
+            "owners": dict(self.owners),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Survey:
+        """What ``to_dict`` wrote; a damaged one raises a ``ValueError``."""
+        try:
+            histograms = tuple(
+                h and Histogram(**{**h, "counts": tuple((at, n) for at, n in h["counts"])})
+                for h in data["histograms"]
+            )
+            return cls(_graph_from_dict(data["graph"]), histograms, dict(data["owners"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a survey in the state is damaged: {error!r}") from error
+
+
 class Pilot:
     """Decides the global exponent, the plan and the probes.
 
@@ -76,6 +108,8 @@ class Pilot:
         self._shifts: list[tuple[int, int]] = []
         self._in_a_row = 0
         self._peaks: dict[str, list[tuple[int, int | None]]] = {}
+        self._graph: Graph | None = None
+        self._owners: dict[str, int] = {}
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -92,8 +126,8 @@ class Pilot:
         self,
         record: Record,
         now: int,
-        graph: Graph | None = None,
-        histograms: Sequence[Histogram | None] = (),
+        survey: Survey | None = None,
+        overflowed: Sequence[str] = (),
         blind: bool = False,
     ) -> int:
         """Takes a record in, with a probed step's survey; returns the shift of the exponent.
@@ -101,18 +135,17 @@ class Pilot:
         Args:
             record: of a step that is over.
             now: the step that has just ended; the shift acts from the next one on.
-            graph: components and cuts, if that step was probed.
-            histograms: what was seen of each component.
+            survey: what was seen, if that step was probed.
+            overflowed: names of the parameters whose gradient was not finite, if there was an
+                overflow.
             blind: whether no probe can ever be taken, so that parameters must tell all.
         """
         expected = record.exponent + self._shifted_since(record.step)
         self._history = [*self._history, None if record.overflow else record.amax][-PATIENCE:]
-        if graph is not None and not record.bad_loss:
-            target = self._planned(record, now, graph, histograms)
+        if survey is not None and not record.bad_loss:
+            target = self._planned(record, now, survey)
         elif record.overflow:
-            target = expected
-            if not record.bad_loss:
-                self.next_probe = min(self.next_probe, now + 1)
+            target = expected if record.bad_loss else self._backed_off(record, now, overflowed)
         else:
             target = self._predicted(expected, blind)
         target = min(max(target, MIN_EXPONENT), MAX_EXPONENT)
@@ -124,17 +157,27 @@ class Pilot:
         self._shifts = [(at, by) for at, by in self._shifts if at >= step]
         return sum(by for _, by in self._shifts)
 
-    def _planned(
-        self,
-        record: Record,
-        now: int,
-        graph: Graph,
-        histograms: Sequence[Histogram | None],
-    ) -> int:
+    def _planned(self, record: Record, now: int, survey: Survey) -> int:
+        graph = survey.graph
         if not self.layerwise:
             graph = replace(graph, components=tuple(replace(c, pinned=0) for c in graph.components))
-        last = self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent)
-        plan = self.plan = choose(
+        self._graph, self._owners = graph, dict(survey.owners)
+        forecast = self._forecast(record.step, graph, survey.histograms)
+        plan = self._choose(record, graph, survey.histograms, forecast)
+        if record.amax is not None and not record.overflow:
+            self._limit = plan.limit(record.amax)
+        self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0
+        self.next_probe = now + (1 if 0 < self._in_a_row < MOST_IN_A_ROW else self._wait(now))
+        return plan.global_exponent
+
+    def _choose(
+        self,
+        record: Record,
+        graph: Graph,
+        histograms: Sequence[Histogram | None],
+        forecast: Sequence[int] | None = None,
+    ) -> Plan:
+        self.plan = choose(
             graph,
             histograms,
             format=self.format,
@@ -142,14 +185,29 @@ class Pilot:
             # that neither can lose more than the tolerance.
             tolerance=self.tolerance / 2,
             headroom=self.headroom,
-            last=last,
-            forecast=self._forecast(record.step, graph, histograms),
+            last=self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent),
+            forecast=forecast,
         )
-        if record.amax is not None and not record.overflow:
-            self._limit = plan.limit(record.amax)
-        self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0
-        self.next_probe = now + (1 if 0 < self._in_a_row < MOST_IN_A_ROW else self._wait(now))
-        return plan.global_exponent
+        return self.plan
+
+    def _backed_off(self, record: Record, now: int, overflowed: Sequence[str]) -> int:
+        """An overflow in a step without a probe: lower it where the first parameters show it."""
+        self.next_probe = min(self.next_probe, now + 1)
+        if self.plan is None or self._graph is None:
+            return record.exponent + self._shifted_since(record.step)
+        hit = {self._owners[name] for name in overflowed if name in self._owners}
+        depth = _depths(self._graph)
+        first = min((depth.get(i, 0) for i in hit), default=0)
+        where = {i for i in hit if depth.get(i, 0) == first} or {self._graph.loss}
+        histograms = [
+            Histogram.overflowed(record.exponent + offset, component.format or self.format)
+            if i in where
+            else None
+            for i, (component, offset) in enumerate(
+                zip(self._graph.components, self.plan.offsets, strict=True)
+            )
+        ]
+        return self._choose(record, self._graph, histograms).global_exponent
 
     def _wait(self, now: int) -> int:
         """Early on gradients change fast: look at twice the step, then at every interval."""
@@ -192,6 +250,8 @@ class Pilot:
             "history": list(self._history),
             "shifts": [list(shift) for shift in self._shifts],
             "in_a_row": self._in_a_row,
+            "graph": self._graph and asdict(self._graph),
+            "owners": dict(self._owners),
             "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
         }
 
@@ -199,6 +259,8 @@ class Pilot:
         """Goes on from what ``to_dict`` wrote; a damaged state raises a ``ValueError``."""
         try:
             plan = data["plan"] and Plan.from_dict(data["plan"])
+            graph = data["graph"] and _graph_from_dict(data["graph"])
+            owners = {str(name): int(i) for name, i in data["owners"].items()}
             limit, in_a_row = int(data["limit"]), int(data["in_a_row"])
             next_probe = int(data["next_probe"])
             history = [None if p is None else int(p) for p in data["history"]]
@@ -211,33 +273,20 @@ class Pilot:
             raise ValueError(f"the state of the adaptive scaler is damaged: {error!r}") from error
         self.plan, self._limit, self._in_a_row = plan, limit, in_a_row
         self.next_probe, self._history, self._shifts = next_probe, history, shifts
-        self._peaks = peaks
+        self._peaks, self._graph, self._owners = peaks, graph, owners
 
 
-def survey_to_dict(graph: Graph, histograms: Sequence[Histogram | None]) -> dict[str, Any]:
-    """A survey that waits for its turn, in primitives."""
-    return {"graph": asdict(graph), "histograms": [h and asdict(h) for h in histograms]}
+def _depths(graph: Graph) -> dict[int, int]:
+    """How many cuts lie between the loss and each component, at least."""
+    depths, reached = {graph.loss: 0}, [graph.loss]
+    for here in reached:
+        for cut in graph.cuts:
+            if cut.downstream == here and cut.upstream not in depths:
+                depths[cut.upstream] = depths[here] + 1
+                reached.append(cut.upstream)
+    return depths
 
 
-def survey_from_dict(data: Mapping[str, Any]) -> tuple[Graph, tuple[Histogram | None, ...]]:
-    """What ``survey_to_dict`` wrote; a damaged one raises a ``ValueError``."""
-    try:
-        graph = data["graph"]
-        return (
-            Graph(
-                tuple(
-                    Component(**{**component, "modules": tuple(component["modules"])})
-                    for component in graph["components"]
-                ),
-                tuple(Cut(**cut) for cut in graph["cuts"]),
-                graph["loss"],
-            ),
-            tuple(
-                h and Histogram(**{**h, "counts": tuple((at, n) for at, n in h["counts"])})
-                for h in data["histograms"]
-            ),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"a survey in the adaptive scaler's state is damaged: {error!r}"
-        ) from error
+def _graph_from_dict(data: Mapping[str, Any]) -> Graph:
+    components = (Component(**{**c, "modules": tuple(c["modules"])}) for c in data["components"])
+    return Graph(tuple(components), tuple(Cut(**cut) for cut in data["cuts"]), data["loss"])

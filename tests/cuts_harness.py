@@ -80,13 +80,17 @@ def same(found, expected):
     assert any(grad is not None and grad.to_dense().abs().sum() > 0 for grad in found)
 
 
-def survey_of(model, step, backward=plain, **kwargs):
+def probe_of(model, step, backward=plain, **kwargs):
     engine = Engine(model)
     engine.probe()
     run(model, step, engine, backward=backward, **kwargs)
-    survey = engine.take().survey(10)
+    probe = engine.take()
     engine.close()
-    return survey
+    return probe
+
+
+def survey_of(model, step, **kwargs):
+    return probe_of(model, step, **kwargs).survey(10)
 
 
 def random_offsets(graph, seed, width=12):

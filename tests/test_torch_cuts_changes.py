@@ -123,6 +123,37 @@ def test_the_plan_is_not_followed_where_the_graph_joins_what_it_separated():
     engine.close()
 
 
+def test_a_function_that_appears_later_holds_its_component():
+    class Clamp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[override]
+            return grad.clamp(-1e-3, 1e-3)
+
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.clamp = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(Clamp.apply(y) if self.clamp else y)
+
+    model, step = Changing(), step_with(torch.randn(3, 4))
+    engine = Engine(model)
+    engine.follow({"a": 3, "b": -8, "": -8})
+    run(model, step, engine)
+    assert dict(engine.active) == {"a": 11, "b": -8}
+    model.clamp = True
+    expected, _ = run(model, step)
+    same(run(model, step, engine)[0], expected)
+    assert dict(engine.active) == {"a": 3}
+    engine.close()
+
+
 def test_other_batch_shapes_run_at_the_same_plan():
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
     engine = planned(model, step_with(torch.randn(2, 2, 8, 8)))

@@ -342,6 +342,21 @@ def test_a_scaled_loss_inside_another(model, pinned):
     check(model, pinned, backward)
 
 
+def test_a_scaled_loss_inside_another_is_no_way_in(model, monkeypatch):
+    model.extra = nn.Linear(1, 1)
+    watched = Engine(model)
+    watched.pin({"extra": 4})
+
+    def backward(model, watched):
+        inner = scale(loss_of(model), watched)
+        (scale(model.extra(inner.view(1, 1)).sum(), watched) + inner).backward()
+
+    check(model, watched, backward)
+    assert watched.active
+    assert "scale() has not seen" in str(watched.neutral)
+    watched.close()
+
+
 # 4. Gradients of intermediate tensors; the loss; inputs.
 
 
@@ -494,8 +509,8 @@ def test_gradients_that_alias_are_not_changed_in_place(monkeypatch):
     watched.close()
 
 
-def test_none_gradients_pass():
-    class Unused(torch.autograd.Function):
+def test_none_gradients_pass(monkeypatch):
+    class First(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, y):
             return x.clone(), y.clone()
@@ -506,13 +521,21 @@ def test_none_gradients_pass():
 
     class Two(Net):
         def forward(self, x):
-            y = self.a(x)
-            return self.c(Unused.apply(self.b(y), y)[0])
+            return self.c(First.apply(self.b(x), self.a(x))[0])
 
-    model = Two()
-    watched = Engine(model, linear=[Unused])
-    watched.pin({"a": 5})
-    check(model, watched, lambda m, w: scale(loss_of(m), w).backward())
+    model, given = Two(), []
+    watched = Engine(model, linear=[First])
+    watched.pin({"a": 5, "b": 2})
+    call = cuts.Cut.__call__
+    monkeypatch.setattr(cuts.Cut, "__call__", lambda *args: given.append(args[1]) or call(*args))
+
+    def backward(model, watched):
+        scale(loss_of(model), watched).backward()
+
+    check(model, watched, backward)
+    watched.probe()
+    check(model, watched, backward)
+    assert any(grad is None for grad in given)
     watched.close()
 
 
@@ -760,8 +783,15 @@ def test_closing_and_dropping_an_engine_leaves_nothing(model):
     other.pin({"a": 1})
     assert len(hooks) == before + 2
     scaled = scale(loss_of(fresh(model)), watched)
+    seen = []
+    model.second.register_hook(seen.append)
     watched.close()
     scaled.backward()
+    scaled = scale(loss_of(model), None)
+    model.second.register_hook(seen.append)
+    scaled.backward()
+    assert torch.equal(*seen), "armed, but closed before its backward"
+    model.zero_grad()
     expected = expected_of(model, lambda m, w: scale(loss_of(m), None).backward())
     scale(loss_of(model), None).backward()
     same(grads_of(model), expected)

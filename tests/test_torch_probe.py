@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from cuts_harness import SCALE, plain, random_offsets, run, same, survey_of
+from cuts_harness import SCALE, plain, probe_of, random_offsets, run, same, survey_of
 from torch import nn
 
 from gradlift.histogram import BINS
@@ -82,7 +82,7 @@ def test_a_probe_does_not_wait_for_the_device():
         probe = engine.take()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert set(probe.survey(10).tensors) >= {"0", "2", "4", "0.weight"}
+    assert set(probe.tensors(10)) >= {"0", "2", "4", "0.weight"}
     engine.close()
 
 
@@ -115,7 +115,8 @@ def squared(x):
 
 def test_a_chain_becomes_components_cuts_and_histograms():
     model = mlp(4, 6, 2)
-    survey = survey_of(model, squared(torch.randn(5, 4)))
+    probe = probe_of(model, squared(torch.randn(5, 4)))
+    survey = probe.survey(10)
     modules = [set(component.modules) for component in survey.graph.components]
     assert modules == [set(), {"2", ""}, {"1"}, {"0"}]
     assert survey.graph.loss == 0
@@ -123,7 +124,7 @@ def test_a_chain_becomes_components_cuts_and_histograms():
         ("2", 0, 1), ("1", 1, 2), ("0", 2, 3)
     }  # fmt: skip
     assert all(component.format == "float32" for component in survey.graph.components)
-    assert set(survey.tensors) == {"0", "1", "2", *(n for n, _ in model.named_parameters())}
+    assert set(probe.tensors(10)) == {"0", "1", "2", *(n for n, _ in model.named_parameters())}
     # The gradient at a cut counts for both sides of it.
     nonzero = [histogram.nonzero for histogram in survey.histograms]
     assert nonzero == [10, 10 + 30, 30 + 30, 30]
@@ -131,25 +132,24 @@ def test_a_chain_becomes_components_cuts_and_histograms():
 
 def test_histograms_are_those_of_the_true_gradient_at_any_exponent():
     model, step = mlp(4, 6, 6, 2), squared(torch.randn(5, 4))
-    reference = survey_of(model, step)
+    reference = probe_of(model, step)
     expected, before = run(model, step, None, 1.0)
     engine = Engine(model)
-    engine.follow(random_offsets(reference.graph, 1))
+    engine.follow(random_offsets(reference.survey(10).graph, 1))
     engine.probe()
     found, _ = run(model, step, engine)
     same(found, expected)
     assert engine.active
-    survey = engine.take().survey(10)
-    for key, histogram in survey.tensors.items():
-        assert histogram.counts == reference.tensors[key].counts, key
+    probe = engine.take()
+    tensors = probe.tensors(10)
+    for key, histogram in tensors.items():
+        assert histogram.counts == reference.tensors(10)[key].counts, key
     for key, grad in before.items():
-        if key in survey.tensors:
+        if key in tensors:
             bins = plain_bins(grad.flatten().tolist())
             counts = tuple((n - 127, c) for n, c in enumerate(bins) if c and 0 < n < 255)
-            assert survey.tensors[key].counts == counts
-    assert [c.modules for c in survey.graph.components] == [
-        c.modules for c in reference.graph.components
-    ]
+            assert tensors[key].counts == counts
+    assert probe.survey(10).graph == reference.survey(10).graph
     engine.close()
 
 
@@ -185,8 +185,7 @@ def test_micro_batches_add_up_in_one_row():
     run(model, step, engine, backward=by_turns)
     probe = engine.take()
     assert len(probe.rows) == 3 + 4
-    survey = probe.survey(10)
-    assert survey.tensors["1"].nonzero == 3 * 5 * 6
+    assert probe.tensors(10)["1"].nonzero == 3 * 5 * 6
     engine.close()
 
 
@@ -232,18 +231,20 @@ def test_float16_gradients_are_seen_through_float16s_window():
         with torch.autocast("cpu", torch.float16):
             return m(x).float().pow(2).mean()
 
-    survey = survey_of(model, step)
+    probe = probe_of(model, step)
+    survey = probe.survey(10)
     component = next(c for c in survey.graph.components if "0" in c.modules)
     assert component.format is None, "the plan's own format"
-    histogram = survey.tensors["1"]
+    histogram = probe.tensors(10)["1"]
     assert (histogram.floor, histogram.ceiling) == (-24 - 10, 15 - 10)
 
 
 def test_an_infinite_gradient_is_counted_and_nothing_breaks():
     model, x = mlp(4, 6, 2), torch.randn(5, 4)
     x[0, 0] = math.nan
-    survey = survey_of(model, lambda m: m(x).pow(2).mean())
-    assert survey.tensors["2"].nonfinite > 0
+    probe = probe_of(model, lambda m: m(x).pow(2).mean())
+    survey = probe.survey(10)
+    assert probe.tensors(10)["2"].nonfinite > 0
     assert choose(survey.graph, survey.histograms, format="float16").probe_again
 
 
@@ -279,5 +280,5 @@ def test_passes_that_are_not_armed_are_not_recorded():
     loss = step(model)
     engine.arm(loss * SCALE)
     loss.backward()
-    assert engine.take().survey(10).tensors == {}
+    assert engine.take().empty
     engine.close()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gradlift.formats import get
-from gradlift.pilot import Pilot, Record, survey_from_dict, survey_to_dict
+from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import Plan
 from gradlift.policy import Dynamic
 from gradlift.torch import grads
@@ -205,9 +205,15 @@ class AdaptiveGradScaler(GradScaler):
     def _heed(self, arrived: _Pending) -> None:
         record = arrived.record()
         survey = arrived.survey(record.exponent)
+        # Reading the report waits for the device, but only after an overflow.
+        report = self.overflow_report() if record.overflow and survey is None else ()
         before = self._pilot.plan
         shift = self._pilot.saw(
-            record, self._step_number, *(survey or ()), blind=not self._engine.can_watch
+            record,
+            self._step_number,
+            survey,
+            overflowed=[name for name, *_ in report],
+            blind=not self._engine.can_watch,
         )
         if shift:
             scale = cast(Tensor, self._scale)
@@ -307,25 +313,24 @@ class _Pending:
             bad_loss > 0,
         )
 
-    def survey(self, exponent: int) -> tuple[Any, Any] | None:
-        """Graph and histograms of a probed step, None if nothing was recorded."""
+    def survey(self, exponent: int) -> Survey | None:
+        """What a probed step showed, None if nothing was recorded."""
         if self._saved:
-            return self._saved["survey"] and survey_from_dict(self._saved["survey"])
-        if self._probe is None:
+            return self._saved["survey"] and Survey.from_dict(self._saved["survey"])
+        if self._probe is None or self._probe.empty:
             return None
-        found = self._probe.survey(exponent)
-        return (found.graph, found.histograms) if found.tensors else None
+        return self._probe.survey(exponent)
 
     def to_dict(self) -> dict[str, Any]:
         record = self.record()
         survey = self.survey(record.exponent)
-        return {"record": vars(record), "survey": survey and survey_to_dict(*survey)}
+        return {"record": vars(record), "survey": survey and survey.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> _Pending:
         record = Record(**data["record"])
         if data["survey"]:
-            survey_from_dict(data["survey"])
+            Survey.from_dict(data["survey"])
         return cls(record.step, None, None, dict(data))
 
 

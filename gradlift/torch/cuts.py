@@ -145,7 +145,6 @@ class Root:
         gate = self.gate
         if gate is None or gate.is_open():
             return
-        gate.task = tasks.NO_TASK
         if gate.closed is None and makes_a_graph():
             gate.closed = DIFFERENTIATED
         reason = gate.closed or (BATCHED if is_batched(grad) else unlike_armed(gate, self.marks))

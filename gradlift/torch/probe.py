@@ -14,12 +14,13 @@ A row holds one gradient at one offset: what was stored at different exponents c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gradlift.pilot import Survey
 from gradlift.plan import BINS, Component, Graph, Histogram
 from gradlift.plan import Cut as PlanCut
 from gradlift.torch.cuts import Cut
@@ -44,17 +45,6 @@ class Row:
     """Number of the component it goes to; None for a leaf's gradient."""
     format: str | None = None
     """The format it was stored in, once seen."""
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What a probe brings back."""
-
-    graph: Graph
-    histograms: tuple[Histogram | None, ...]
-    """For each component; None where nothing was recorded."""
-    tensors: dict[str, Histogram]
-    """For each cut's key and each parameter's name."""
 
 
 class Probe:
@@ -138,17 +128,9 @@ class Probe:
         Args:
             exponent: log2 of the loss scale in the step that was probed.
         """
-        if self._sent is None:
-            self.send()
-        bins = self._bins()
         seen: dict[int, list[Histogram]] = {}
-        tensors: dict[str, Histogram] = {}
         leaves: list[tuple[Row, Histogram]] = []
-        for row, counts in zip(self.rows, bins, strict=True):
-            if row.format is None or not any(counts):
-                continue
-            found = Histogram.from_bins(counts, exponent + row.offset, row.format)
-            tensors[row.key] = _merged(tensors.get(row.key), found)
+        for row, found in self._records(exponent):
             if row.upstream is None:
                 leaves.append((row, found))
                 continue
@@ -157,7 +139,27 @@ class Probe:
         histograms = {component: Histogram.merge(parts) for component, parts in seen.items()}
         for row, found in leaves:
             self._bound_by_parameter(histograms, self._sets.find(row.downstream), found)
-        return self._survey(histograms, tensors)
+        return self._survey(histograms)
+
+    def tensors(self, exponent: int) -> dict[str, Histogram]:
+        """A histogram for each cut's key and each parameter's name; waits for the copy."""
+        found: dict[str, Histogram] = {}
+        for row, histogram in self._records(exponent):
+            known = found.get(row.key)
+            found[row.key] = Histogram.merge((known, histogram)) if known else histogram
+        return found
+
+    @property
+    def empty(self) -> bool:
+        """Whether no gradient came by."""
+        return not self.counts
+
+    def _records(self, exponent: int) -> Iterator[tuple[Row, Histogram]]:
+        if self._sent is None:
+            self.send()
+        for row, counts in zip(self.rows, self._bins(), strict=True):
+            if row.format is not None and any(counts):
+                yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
 
     def _bound_by_parameter(
         self, histograms: dict[int, Histogram], component: int, found: Histogram
@@ -170,7 +172,7 @@ class Probe:
                 float("inf") if found.nonfinite else 2.0**peak
             )
 
-    def _survey(self, histograms: Mapping[int, Histogram], tensors: dict[str, Histogram]) -> Survey:
+    def _survey(self, histograms: Mapping[int, Histogram]) -> Survey:
         find = self._sets.find
         number = {root: n for n, root in enumerate(sorted({find(i) for i in self._all()}))}
         held = {find(component) for component in self._held}
@@ -195,7 +197,10 @@ class Probe:
             tuple(PlanCut(*cut) for cut in sorted(cuts)),
             loss=number[find(self._loss)],
         )
-        return Survey(graph, tuple(histograms.get(root) for root in number), tensors)
+        owners = {
+            row.key: number[find(row.downstream)] for row in self.rows if row.upstream is None
+        }
+        return Survey(graph, tuple(histograms.get(root) for root in number), owners)
 
     def _all(self) -> range:
         return range(len(self._sets.parent))
@@ -219,10 +224,6 @@ class Probe:
                 event.synchronize()
             total[: counts.shape[0]] += counts
         return total.tolist()
-
-
-def _merged(known: Histogram | None, found: Histogram) -> Histogram:
-    return found if known is None else Histogram.merge((known, found))
 
 
 def _to_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
