@@ -275,8 +275,6 @@ class Engine:
     def _set(self, found: Walk, offsets: list[int], gate: Gate) -> None:
         for node in found.nodes:
             node.metadata[self._marks.gate] = gate
-            # A scaled loss inside a larger one is no way in any more.
-            node.metadata.pop(self._marks.root, None)
         for edge in found.cuts:
             edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
         self._set_leaves(found, offsets, gate)

@@ -25,6 +25,7 @@ from gradlift.plan import BINS, Component, Graph, Histogram
 from gradlift.plan import Cut as PlanCut
 from gradlift.torch.cuts import Cut
 from gradlift.torch.graph import DisjointSets, Walk
+from gradlift.torch.update import has_triton
 
 # Elements counted at once.
 _CHUNK = 2**24
@@ -255,6 +256,16 @@ def count_exponents(grad: torch.Tensor, counts: torch.Tensor) -> None:
         grad: any shape, a real floating dtype, on any device.
         counts: int64, shape (256,), on the same device; changed in place.
     """
+    if grad.is_cuda and has_triton():
+        from gradlift.torch import probe_kernel
+
+        probe_kernel.count_exponents(grad, counts)
+    else:
+        count_in_plain_torch(grad, counts)
+
+
+def count_in_plain_torch(grad: torch.Tensor, counts: torch.Tensor) -> None:
+    """The same in public operations, for every device."""
     # Whole logits in float32 and int32 at once could be more memory than there is.
     for part in grad.reshape(-1).split(_CHUNK):
         bits = part.float().view(torch.int32)
