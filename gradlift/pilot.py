@@ -26,8 +26,9 @@ from gradlift.plan import Component, Cut, Graph, Histogram, Plan, choose, growth
 from gradlift.potential import MAX_EXPONENT, MIN_EXPONENT
 
 DEFAULT_INTERVAL = 200
-# Steps of history that the trend of the parameter gradients is taken from.
-PATIENCE = 32
+# Steps of history that the trend of the parameter gradients is taken from, and that must agree
+# before the exponent rises. One batch may have gradients far smaller than the next.
+PATIENCE = 64
 # Probes in a row that may find something out of sight before it is left for the next turn.
 MOST_IN_A_ROW = 12
 # Probes whose largest gradients are remembered for the forecast.
@@ -151,6 +152,8 @@ class Pilot:
         target = min(max(target, MIN_EXPONENT), MAX_EXPONENT)
         if target != expected:
             self._shifts.append((now, target - expected))
+        if self.plan is not None and target != self.plan.global_exponent:
+            self.plan = self.plan.shifted(target - self.plan.global_exponent)
         return target - expected
 
     def _shifted_since(self, step: int) -> int:
@@ -164,11 +167,14 @@ class Pilot:
         self._graph, self._owners = graph, dict(survey.owners)
         forecast = self._forecast(record.step, graph, survey.histograms)
         plan = self._choose(record, graph, survey.histograms, forecast)
+        target = plan.global_exponent
         if record.amax is not None and not record.overflow:
             self._limit = plan.limit(record.amax)
+        if self._at_stake:
+            target = min(target, self._limit - max(self._known, default=-MAX_EXPONENT))
         self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0
         self.next_probe = now + (1 if 0 < self._in_a_row < MOST_IN_A_ROW else self._wait(now))
-        return plan.global_exponent
+        return target
 
     def _choose(
         self,
@@ -227,18 +233,25 @@ class Pilot:
             found.append(growth(steps, peaks, min(self.interval, steps[-1] - steps[0])))
         return found
 
+    @property
+    def _known(self) -> list[int]:
+        return [peak for peak in self._history if peak is not None]
+
+    @property
+    def _at_stake(self) -> bool:
+        """Whether a gradient could overflow at all; in bfloat16 and float32 none will."""
+        return self.plan is not None and self.plan.room + self.plan.global_exponent < MAX_EXPONENT
+
     def _predicted(self, expected: int, blind: bool) -> int:
         if self.plan is None:
             return self._first_guess(expected) if blind else expected
-        if self.plan.room + self.plan.global_exponent >= MAX_EXPONENT:
-            # Nothing is at stake, in bfloat16 or float32: stay.
+        if not self._at_stake:
             return expected
         return predict(expected, self._history, limit=self._limit, patience=PATIENCE)
 
     def _first_guess(self, expected: int) -> int:
-        known = [peak for peak in self._history if peak is not None]
-        if len(known) == 1:
-            return self._limit - known[0] - self.headroom
+        if len(self._known) == 1:
+            return self._limit - self._known[0] - self.headroom
         return predict(expected, self._history, limit=self._limit, patience=PATIENCE)
 
     def to_dict(self) -> dict[str, Any]:

@@ -72,6 +72,15 @@ def test_the_exponent_falls_at_once_when_parameter_gradients_grow_and_rises_slow
     assert not any(shifts[: PATIENCE - 3])
 
 
+def test_a_probe_of_an_easy_batch_does_not_forget_the_hard_ones():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8, amax=-5), 2, survey(NEAR, NEAR))
+    easy = survey(histogram(-20, -18), histogram(-20, -18))
+    shift = it.saw(record(3, exponent, amax=-15), 5, easy)
+    assert 0 <= shift <= it.headroom
+    assert it.plan.global_exponent == exponent + shift, "the plan says what is in force"
+
+
 def test_an_overflow_lowers_the_exponent_and_asks_for_a_probe():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, NEAR))
@@ -84,7 +93,8 @@ def test_a_bad_loss_asks_for_nothing():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, NEAR))
     plan, due = it.plan, it.next_probe
-    assert it.saw(record(3, 14, None, True, True), 5, survey(NEAR, FAR)) == 0
+    bad = record(3, plan.global_exponent, None, True, True)
+    assert it.saw(bad, 5, survey(NEAR, FAR)) == 0
     assert (it.plan, it.next_probe) == (plan, due)
 
 

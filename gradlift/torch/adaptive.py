@@ -207,7 +207,6 @@ class AdaptiveGradScaler(GradScaler):
         survey = arrived.survey(record.exponent)
         # Reading the report waits for the device, but only after an overflow.
         report = self.overflow_report() if record.overflow and survey is None else ()
-        before = self._pilot.plan
         shift = self._pilot.saw(
             record,
             self._step_number,
@@ -219,7 +218,7 @@ class AdaptiveGradScaler(GradScaler):
             scale = cast(Tensor, self._scale)
             # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
             scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
-        if self._pilot.plan is not before:
+        if self._pilot.offsets != self._engine.offsets:
             self._engine.follow(self._pilot.offsets)
 
     def _probe_if_due(self, step: int) -> None:

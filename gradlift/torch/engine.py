@@ -104,6 +104,11 @@ class Engine:
         self.unplanned = False
         self._refresh()
 
+    @property
+    def offsets(self) -> dict[str, int]:
+        """The planned offsets in force, by key; pins come before them."""
+        return dict(self._plan)
+
     def probe(self) -> None:
         """Makes the graphs armed from now on record their gradients, until ``take``."""
         self._probe = Probe()
