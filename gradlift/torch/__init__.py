@@ -9,6 +9,7 @@ except ImportError as error:
     ) from error
 
 from gradlift.torch.adaptive import AdaptiveGradScaler
+from gradlift.torch.masters import MasterWeights
 from gradlift.torch.scaler import GradScaler
 
-__all__ = ["AdaptiveGradScaler", "GradScaler"]
+__all__ = ["AdaptiveGradScaler", "GradScaler", "MasterWeights"]

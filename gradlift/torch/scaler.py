@@ -29,8 +29,9 @@ from gradlift.torch import (
     grads,
     settings,
 )
+from gradlift.torch.optim import Phase
 from gradlift.torch.state import Remembering, fresh_optimizer_state
-from gradlift.torch.update import SKIPPED, UPDATES, has_triton, update_
+from gradlift.torch.update import SKIPPED, has_triton, update_
 
 
 class GradScaler(Remembering):
@@ -141,7 +142,7 @@ class GradScaler(Remembering):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
-            buckets = grads.collect(optimizer, allow_fp16)
+            buckets = self._checked = grads.collect(optimizer, allow_fp16)
             return grads.unscale_and_check_(buckets, inv_scale, found_inf)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -170,16 +171,21 @@ class GradScaler(Remembering):
     def _check(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, allow_fp16: bool
     ) -> dict[Any, Any]:
-        bad_loss = self._losses.take()
+        state = self._per_optimizer_states[id(optimizer)]
+        self._checked = None
+        bad_loss, unseen = self._losses.take()
         start = self._zero if bad_loss is None else bad_loss
         flags = self._unscale_grads_(optimizer, inv_scale, start, allow_fp16)
+        if flags and not torch.compiler.is_compiling():
+            looked = self._attribute(optimizer, state, flags, unseen)
+            bad_loss = looked if looked is not None else bad_loss
+            if unseen is not None and looked is None:
+                bad_loss = cast(Tensor, self._losses.look())
+                flags = {d: torch.maximum(f, bad_loss.to(d)) for d, f in flags.items()}
         if self._process_group is not None:
             flags, bad_loss = self._agree(flags, bad_loss)
-        state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = flags
         state["bad_loss"] = bad_loss
-        if flags and not torch.compiler.is_compiling():
-            self._attribute(optimizer, state)
         return flags
 
     def _agree(
@@ -229,6 +235,8 @@ class GradScaler(Remembering):
             result = closures.step(self, optimizer, closure, max_norm, retries, rest, rest_kwargs)
         elif torch.compiler.is_compiling():
             result = self._step_traced(optimizer, max_norm)
+        elif max_norm is not None and not (args or kwargs) and self._can_step_fast(optimizer):
+            result = self._step_fast(optimizer, max_norm)
         elif fused.supports(optimizer):
             result = self._step_fused(optimizer, max_norm, args, kwargs)
         else:
@@ -286,6 +294,38 @@ class GradScaler(Remembering):
             grads.zero_where_(grads.collect(optimizer, True), found)
         return result
 
+    def _can_step_fast(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the two-pass phase can serve this step; it has then gathered the gradients."""
+        self.slow_step_reason = Phase.of(optimizer).gather()
+        return self.slow_step_reason is None
+
+    def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Check and norm in one pass, clip, unscale and update in another; see ``optim.Phase``."""
+        phase = Phase.of(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stepping"] = True
+        scale = cast(Tensor, self._scale)
+        if state["stage"] is OptState.UNSCALED:
+            scale, found = self._one, self._found(state)
+        else:
+            bad_loss, unseen = self._losses.take()
+            if unseen is not None:
+                bad_loss = self._losses.look()
+            state["bad_loss"] = bad_loss
+            found = (self._zero if bad_loss is None else bad_loss).clone()
+        needs_amax = scale.device.type != "cpu"
+        norm = phase.measure(scale, found, amax=needs_amax).norm
+        if self._process_group is not None:
+            found, state["bad_loss"] = distributed.agree(
+                found, state["bad_loss"], self._process_group
+            )
+        state["found_inf_per_device"] = {scale.device: found}
+        self._last_found, self._grad_norm = found, norm
+        self._overflow.count(optimizer, phase.grads, found, self._updates)
+        phase.update(scale, found, norm, max_norm)
+        if self._clear_grads_on_skip:
+            grads.zero_where_(grads.collect(optimizer, True), found)
+
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
         # Imported here: it needs torch's compiler, which takes seconds to import.
         from gradlift.torch import traced
@@ -325,18 +365,28 @@ class GradScaler(Remembering):
         _, rest, rest_kwargs = closures.split(args, kwargs)
         return optimizer.step(clipped, *rest, **rest_kwargs)
 
-    def _attribute(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def _attribute(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        flags: dict[torch.device, Tensor],
+        unseen: Tensor | None,
+    ) -> Tensor | None:
         """Fill in the overflow report before anybody clips or clears the gradients, on the
-        device where the host does not know of the overflow."""
-        found = self._found(state)
-        if found.device.type == "cpu":
+        device where the host does not know of the overflow; the flag of a loss not seen yet."""
+        device = cast(Tensor, self._scale).device
+        if device.type == "cpu":
             # Within a plain step() the flag is read there, and nothing comes in between.
-            if not state.get("stepping") and bool(found):
+            if not state.get("stepping") and any(bool(flag) for flag in flags.values()):
                 self._overflow.note(optimizer)
                 state["attributed"] = True
-        elif has_triton():
-            updates = cast(Tensor, self._counts)[UPDATES]
-            state["attributed"] = self._overflow.watch(optimizer, found, updates)
+            return None
+        if self._checked is None or device.type != "cuda" or not has_triton():
+            return None
+        state["attributed"], bad_loss = self._overflow.judge(
+            optimizer, self._checked, flags, self._updates, unseen
+        )
+        return bad_loss
 
     def _found(self, state: dict[str, Any]) -> Tensor:
         device = cast(Tensor, self._scale).device
