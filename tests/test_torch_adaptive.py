@@ -115,6 +115,34 @@ def test_it_climbs_from_a_low_start_without_an_overflow_and_stays():
     run.scaler.close()
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_way_to_step_tells_the_largest_gradient(unscale, max_norm, kind, fused):
+    model = tanh_net(3)
+    scaler = AdaptiveGradScaler(model, "cpu")
+    optimizer = kind(model.parameters(), lr=0.0, fused=fused)
+    records = []
+    saw = scaler._pilot.saw
+
+    def listen(record, *args, **kwargs):
+        records.append(record)
+        return saw(record, *args, **kwargs)
+
+    scaler._pilot.saw = listen
+    for _ in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        largest = max(p.grad.abs().max().item() for p in model.parameters()) / scaler.get_scale()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+    assert [record.amax for record in records] == [math.frexp(largest)[1] - 1] * 3
+    scaler.close()
+
+
 def test_true_gradients_whatever_the_plan():
     model = tanh_net(120, gain=0.75)
     run = Run(model, lr=0.0).steps(12)

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from gradlift.formats import get
 from gradlift.pilot import Pilot, Record, Survey
@@ -158,20 +159,27 @@ class AdaptiveGradScaler(GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        if not torch.compiler.is_compiling():
-            self._note_largest(optimizer, allow_fp16)
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if torch.compiler.is_compiling():
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with torch.no_grad():
+            buckets = self._checked = grads.collect(optimizer, allow_fp16)
+            self._note_largest(buckets)
+            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
 
-    def _note_largest(self, optimizer: torch.optim.Optimizer, allow_fp16: bool) -> None:
+    def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            with torch.no_grad():
+                self._note_largest(grads.collect(optimizer, True))
+        super()._step_fast(optimizer, max_norm)
+
+    def _note_largest(self, buckets: grads.Buckets) -> None:
         """Keeps the largest magnitude among the gradients, still scaled: 0-d, on the device."""
         home = cast(Tensor, self._scale).device
-        with torch.no_grad():
-            for (_, _), tensors in grads.collect(optimizer, allow_fp16).items():
-                filled = [tensor for tensor in tensors if tensor.numel()]
-                if filled:
-                    norms = torch._foreach_norm(filled, math.inf)
-                    largest = torch.stack(norms).amax().float()
-                    self._amaxes.append(largest.to(home, non_blocking=True))
+        for tensors in buckets.values():
+            filled = [tensor for tensor in tensors if tensor.numel()]
+            if filled:
+                largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
+                self._amaxes.append(largest.to(home, non_blocking=True))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the step: the next scale, and what the step DELAY before has taught."""
@@ -212,13 +220,13 @@ class AdaptiveGradScaler(GradScaler):
             self._step_number,
             survey,
             overflowed=[name for name, *_ in report],
-            blind=not self._engine.can_watch,
+            blind=self._pilot.plan is None and not self._engine.can_watch,
         )
         if shift:
             scale = cast(Tensor, self._scale)
             # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
             scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
-        if self._pilot.offsets != self._engine.offsets:
+        if (survey or record.overflow) and self._pilot.offsets != self._engine.offsets:
             self._engine.follow(self._pilot.offsets)
 
     def _probe_if_due(self, step: int) -> None:
