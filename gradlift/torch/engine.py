@@ -117,8 +117,8 @@ class Engine:
     def take(self) -> Probe | None:
         """Ends the probe and hands it over, its copy to the host under way; None without one."""
         probe, self._probe = self._probe, None
-        self._refresh()
         if probe is not None:
+            self._refresh()
             self.unplanned = False
             probe.send()
         return probe
