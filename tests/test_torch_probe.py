@@ -239,6 +239,31 @@ def test_float16_gradients_are_seen_through_float16s_window():
     assert (histogram.floor, histogram.ceiling) == (-24 - 10, 15 - 10)
 
 
+def test_float16_between_the_ops_of_a_component_counts():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            with torch.autocast("cpu", torch.float16):
+                y = (y @ self.b.weight).tanh()
+            return y.float()
+
+    x = torch.randn(3, 4)
+    components = survey_of(Inside(), squared(x)).graph.components
+    assert [c.format for c in components if "" in c.modules] == [None]
+    assert [c.format for c in components if "a" in c.modules] == ["float32"]
+
+
+def test_an_input_that_needs_a_gradient_is_measured_too():
+    model, x = mlp(4, 6, 2), torch.randn(5, 4, requires_grad=True)
+    probe = probe_of(model, squared(x))
+    assert sum(key.startswith("leaf ") for key in probe.tensors(10)) == 1
+    assert set(probe.survey(10).owners) >= {name for name, _ in model.named_parameters()}
+
+
 def test_an_infinite_gradient_is_counted_and_nothing_breaks():
     model, x = mlp(4, 6, 2), torch.randn(5, 4)
     x[0, 0] = math.nan

@@ -77,6 +77,8 @@ class Walk:
     """What lies below a loss. Component 0 is the loss's."""
 
     nodes: list[Node]
+    component_of: list[int]
+    """The component of each node."""
     components: int
     cuts: list[CutEdge]
     leaves: list[LeafEdge]
@@ -181,6 +183,7 @@ class _Search:
         number = {root: n for n, root in enumerate(sorted({find(i) for i in index.values()} | {0}))}
         return Walk(
             list(index),
+            [number[find(own)] for own in index.values()],
             len(number),
             [
                 CutEdge(self.cuts[node][slot], number[find(source)], number[find(index[node])])

@@ -60,6 +60,7 @@ class Probe:
         self._loss = self._sets.add()
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
+        self._formats: dict[int, set[str]] = {}
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
 
     def attach(
@@ -76,11 +77,13 @@ class Probe:
             key, offset = keys[edge.cut][0], offsets[edge.downstream]
             down, up = components[edge.downstream], components[edge.upstream]
             edge.cut.row = self._row(key, offset, down, up)
-        for edge in walk.leaves:
-            key = parameters.get(id(edge.leaf))
-            if key is not None:
-                row = self._row(key, offsets[edge.component], components[edge.component], None)
-                leaf_return(edge.node).rows[edge.position] = row
+        for number, edge in enumerate(walk.leaves):
+            # An input, or a parameter that somebody has gathered from its shards.
+            key = parameters.get(id(edge.leaf), f"leaf {number}")
+            row = self._row(key, offsets[edge.component], components[edge.component], None)
+            leaf_return(edge.node).rows[edge.position] = row
+        for node, component in zip(walk.nodes, walk.component_of, strict=True):
+            self._formats.setdefault(components[component], set()).update(formats_of(node))
 
     def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
         numbers = {0: self._loss}
@@ -208,12 +211,16 @@ class Probe:
 
     def _format(self, root: int) -> str | None:
         """None, the plan's format, where float16 occurs; else the narrowest that does."""
+        find = self._sets.find
         seen = {
             row.format
             for row in self.rows
-            if self._sets.find(row.downstream) == root
-            or (row.upstream is not None and self._sets.find(row.upstream) == root)
+            if find(row.downstream) == root
+            or (row.upstream is not None and find(row.upstream) == root)
         }
+        for component, formats in self._formats.items():
+            if find(component) == root:
+                seen |= formats
         if "float16" in seen or not seen - {None}:
             return None
         return "bfloat16" if "bfloat16" in seen else "float32"
@@ -225,6 +232,15 @@ class Probe:
                 event.synchronize()
             total[: counts.shape[0]] += counts
         return total.tolist()
+
+
+def formats_of(node: Any) -> set[str]:
+    """The formats of the gradients that flow into a node, as far as torch tells.
+
+    Half-precision gradients may live between two ops of a component and never meet a cut.
+    """
+    slots = getattr(node, "_input_metadata", ())
+    return {_FORMATS.get(slot.dtype, "float32") for slot in slots}
 
 
 def _to_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
