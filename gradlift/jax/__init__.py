@@ -1,0 +1,56 @@
+"""JAX: the rule as a pytree and pure functions.
+
+A training step::
+
+    state = init(Dynamic())
+    grad_fn = value_and_grad(loss_fn)
+
+    @jax.jit
+    def step(state, params, batch):
+        state, finite, loss, grads = grad_fn(state, params, batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return state, select(finite, new, params), loss
+
+``loss_scaled`` does the same inside an optax transformation. ``gradlift.jax.flax`` and
+``gradlift.jax.jmp`` stand in for Flax's ``DynamicScale`` and for ``jmp``; the layer-wise method
+is in ``gradlift.jax.cuts``.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "gradlift.jax needs jax, which is not installed: pip install 'gradlift[jax]'"
+    ) from error
+
+from gradlift.jax.state import (
+    LossScaleState,
+    ValueAndGrad,
+    all_finite,
+    from_flax,
+    from_jmp,
+    init,
+    scale,
+    select,
+    unscale,
+    update,
+    value_and_grad,
+)
+from gradlift.jax.transform import LossScaledState, loss_scaled, scale_state
+
+__all__ = [
+    "LossScaleState",
+    "LossScaledState",
+    "ValueAndGrad",
+    "all_finite",
+    "from_flax",
+    "from_jmp",
+    "init",
+    "loss_scaled",
+    "scale",
+    "scale_state",
+    "select",
+    "unscale",
+    "update",
+    "value_and_grad",
+]
