@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 try:
     from flax.training import dynamic_scale as theirs
@@ -34,9 +33,9 @@ class DynamicScale(theirs.DynamicScale):
     def __post_init__(self) -> None:
         # Only what the user wrote: tracers and JAX's placeholders pass through here too.
         if isinstance(self.scale, (int, float)):
-            object.__setattr__(self, "scale", np.float32(self.scale))
+            object.__setattr__(self, "scale", jnp.asarray(self.scale, jnp.float32))
         if isinstance(self.fin_steps, int):
-            object.__setattr__(self, "fin_steps", np.int32(self.fin_steps))
+            object.__setattr__(self, "fin_steps", jnp.asarray(self.fin_steps, jnp.int32))
 
     def _state(self) -> LossScaleState:
         floor = self.minimum_scale
