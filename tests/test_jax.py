@@ -40,7 +40,9 @@ def batch(bad=False):
 
 
 def leaves(tree):
-    plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    def plain(x):
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
     return [np.asarray(plain(jnp.asarray(x))) for x in jax.tree.leaves(tree)]
 
 

@@ -9,8 +9,8 @@ would keep XLA from fusing across it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradlift import policy as rule
+from gradlift.floor import react
 from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, Policy, ScaleState, Static
 
 Tree = TypeVar("Tree")
@@ -209,19 +210,7 @@ def check_floor(state: LossScaleState) -> None:
     Raises:
         FloatingPointError: with ``on_floor="raise"``.
     """
-    floor, on_floor = state.policy.min_scale, state.policy.on_floor
-    if on_floor == "hold" or bool(state.finite) or float(state.scale) > floor:
-        return
-    message = (
-        f"the gradients overflowed at the smallest scale allowed, min_scale={floor!r}: look for "
-        "what makes them infinite or NaN, or lower min_scale"
-    )
-    if callable(on_floor):
-        on_floor(state)
-    elif on_floor == "raise":
-        raise FloatingPointError(message)
-    else:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    react(state.policy, float(state.scale), bool(state.finite), state)
 
 
 def from_flax(dynamic_scale: Any) -> LossScaleState:
@@ -282,10 +271,8 @@ def _varying(args: Any, axis_name: AxisName) -> Any:
 
     def cast(x: Any) -> Any:
         for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
-            try:
+            with contextlib.suppress(ValueError):  # it varies already
                 x = lax.pcast(x, name, to="varying")
-            except ValueError:  # it varies already
-                pass
         return x
 
     return jax.tree.map(cast, args)
