@@ -162,6 +162,11 @@ class LossScaleOptimizer(_KERAS):
 
     def _step_if(self, finite: Any, step: Callable[[], None]) -> None:
         """``ops.cond`` for JAX, where both branches return all the state there is."""
+        import jax
+
+        if not isinstance(finite, jax.core.Tracer):  # a cond would compile anew at every step
+            return step() if finite else None
+
         everything = [*self._trainable_variables, *self.variables]
         before = [v.value for v in everything]
 
@@ -171,10 +176,10 @@ class LossScaleOptimizer(_KERAS):
                 step()
             return [scope.get_current_value(v) for v in everything]
 
-        for variable, value in zip(
-            everything, ops.cond(finite, after, lambda: before), strict=True
-        ):
+        chosen = ops.cond(finite, after, lambda: before)
+        for variable, value in zip(everything, chosen, strict=True):
             variable.assign(value)
+        return None
 
     def _apply_on_replicas(self, grads: list[Any], variables: list[Any], true: bool) -> None:
         """TensorFlow: every replica steps, or none does."""
@@ -261,6 +266,27 @@ def _policy(initial_scale: float | None, growth_steps: int | None, dynamic: bool
     return Dynamic.keras(init_scale=scale, **steps)
 
 
+def from_keras(
+    optimizer: keras.optimizers.LossScaleOptimizer, policy: Policy | None = None
+) -> LossScaleOptimizer:
+    """Go on from Keras's own ``LossScaleOptimizer``, for instance one that a file held.
+
+    ``model.optimizer = from_keras(model.optimizer)`` after ``load_model``.
+
+    Args:
+        optimizer: Keras's; its inner optimizer is taken over, not copied.
+        policy: the rule from now on; Keras's own numbers when left out.
+    """
+    scale, steps = optimizer.initial_scale, optimizer.dynamic_growth_steps
+    policy = Dynamic.keras(init_scale=scale, growth_interval=steps) if policy is None else policy
+    ours = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, name=optimizer.name)
+    if optimizer.built:
+        ours.build(optimizer._trainable_variables)
+        ours.dynamic_scale.assign(optimizer.dynamic_scale)
+        ours.step_counter.assign(optimizer.step_counter)
+    return ours
+
+
 class LossScaleLogger(keras.callbacks.Callback):
     """Adds ``loss_scale`` and ``skipped_steps`` to the logs of every epoch.
 
@@ -275,9 +301,12 @@ class LossScaleLogger(keras.callbacks.Callback):
                 "LossScaleLogger needs a model compiled with gradlift.keras.LossScaleOptimizer, "
                 f"got {type(optimizer).__name__}"
             )
-        scale = float(ops.convert_to_numpy(optimizer.dynamic_scale))
+        scale = _number(optimizer.dynamic_scale)
         if logs is not None:
             logs["loss_scale"] = scale
-            logs["skipped_steps"] = int(ops.convert_to_numpy(optimizer.skipped_steps))
-        finite = bool(ops.convert_to_numpy(optimizer.last_finite))
-        react(optimizer.policy, scale, finite, optimizer)
+            logs["skipped_steps"] = _number(optimizer.skipped_steps)
+        react(optimizer.policy, scale, _number(optimizer.last_finite), optimizer)
+
+
+def _number(variable: Any) -> Any:
+    return ops.convert_to_numpy(ops.convert_to_tensor(variable)).item()

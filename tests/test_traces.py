@@ -75,9 +75,18 @@ def test_jax_jitted(trace):
 
 
 # Peers know no hysteresis; each is replayed where its settings can say what the policy says.
-simple_traces = pytest.mark.parametrize(
+SIMPLE = [t for t in TRACES if t["policy"]["kind"] == "Dynamic" and "hysteresis" not in t["policy"]]
+simple_traces = pytest.mark.parametrize("trace", SIMPLE, ids=lambda trace: trace["name"])
+# Flax's shortest window is of two steps.
+flax_traces = pytest.mark.parametrize(
     "trace",
-    [t for t in TRACES if t["policy"]["kind"] == "Dynamic" and "hysteresis" not in t["policy"]],
+    [t for t in SIMPLE if t["policy"]["growth_interval"] > 1],
+    ids=lambda trace: trace["name"],
+)
+# jmp has one factor for both ways.
+jmp_traces = pytest.mark.parametrize(
+    "trace",
+    [t for t in SIMPLE if "growth_factor" not in t["policy"]],
     ids=lambda trace: trace["name"],
 )
 
@@ -116,12 +125,10 @@ def test_torchs_fused_op(trace):
         assert difference is None
 
 
-@simple_traces
+@flax_traces
 def test_flax(trace):
     """Flax's window is one step longer than it says, so it is told one step less."""
     policy, found_inf, expected = read(trace)
-    if policy.growth_interval == 1:
-        pytest.skip("Flax's shortest window is of two steps")
     scale = DynamicScale(
         growth_factor=policy.growth_factor,
         backoff_factor=policy.backoff_factor,
@@ -156,12 +163,10 @@ def test_flax_counts_one_step_more_than_its_window():
     assert grew == [(2.0**16, 2.0**16), (2.0**16, 2.0**16), (2.0**16, 2.0**17), (2.0**17, 2.0**17)]
 
 
-@simple_traces
+@jmp_traces
 @pytest.mark.parametrize("jitted", [False, True])
 def test_jmp(trace, jitted):
     policy, found_inf, expected = read(trace)
-    if policy.growth_factor * policy.backoff_factor != 1:
-        pytest.skip("jmp has one factor for both ways")
     scale = DynamicLossScale(
         jnp.float32(policy.init_scale),
         period=policy.growth_interval,
