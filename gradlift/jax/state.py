@@ -189,14 +189,21 @@ def value_and_grad(
 
         differentiated = jax.grad(scaled, argnums, has_aux=True)
         grads, value = differentiated(*_varying(args, axis_name))
-        grads = unscale(state, grads)
-        if axis_name is not None:
-            grads = lax.pmean(grads, axis_name)
-        finite = all_finite(grads, axis_name)
-        loss_finite = all_finite(value[0] if has_aux else value, axis_name)
-        return ValueAndGrad(update(state, finite, loss_finite), finite, value, grads)
+        return _finish(state, value, grads, has_aux, axis_name)
 
     return grad_fn
+
+
+def _finish(
+    state: LossScaleState, value: Any, grads: Any, has_aux: bool, axis_name: AxisName
+) -> ValueAndGrad:
+    """Unscale, check, agree, update."""
+    grads = unscale(state, grads)
+    if axis_name is not None:
+        grads = lax.pmean(grads, axis_name)
+    finite = all_finite(grads, axis_name)
+    loss_finite = all_finite(value[0] if has_aux else value, axis_name)
+    return ValueAndGrad(update(state, finite, loss_finite), finite, value, grads)
 
 
 def check_floor(state: LossScaleState) -> None:
