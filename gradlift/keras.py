@@ -31,11 +31,12 @@ except ImportError as error:
         "pip install 'gradlift[keras]'"
     ) from error
 
-from keras import ops
-
 from gradlift import policy as rule
 from gradlift.floor import react
 from gradlift.policy import Dynamic, Policy, ScaleState, Static
+
+# Keras has no types; what its decorators let a checker infer is wrong.
+ops: Any = keras.ops
 
 _KERAS = keras.optimizers.LossScaleOptimizer
 _POLICIES = {"Static": Static, "Dynamic": Dynamic}
@@ -162,9 +163,9 @@ class LossScaleOptimizer(_KERAS):
 
     def _step_if(self, finite: Any, step: Callable[[], None]) -> None:
         """``ops.cond`` for JAX, where both branches return all the state there is."""
-        import jax
+        from jax.core import Tracer
 
-        if not isinstance(finite, jax.core.Tracer):  # a cond would compile anew at every step
+        if not isinstance(finite, Tracer):  # a cond would compile anew at every step
             return step() if finite else None
 
         everything = [*self._trainable_variables, *self.variables]
@@ -191,17 +192,16 @@ class LossScaleOptimizer(_KERAS):
                 "apply() was called in a cross-replica context; call it inside strategy.run()"
             )
         if tf.__internal__.distribute.strategy_supports_no_merge_call():
-            finite = self.check_finite(grads)
+            bad = self._bad(grads)
             if context.num_replicas_in_sync > 1:
-                bad = context.all_reduce(tf.distribute.ReduceOp.SUM, 1 - tf.cast(finite, "int32"))
-                finite = tf.equal(bad, 0)
-            self._apply(finite, grads, variables, true)
+                bad = context.all_reduce(tf.distribute.ReduceOp.SUM, bad)
+            self._apply(tf.equal(bad, 0), grads, variables, true)
             return
 
         def merged(strategy: Any, grads: list[Any], variables: list[Any]) -> None:
             each = strategy.extended.call_for_each_replica
-            bad = each(lambda grads: 1 - tf.cast(self.check_finite(grads), "int32"), (grads,))
-            finite = tf.equal(strategy.reduce(tf.distribute.ReduceOp.SUM, bad, axis=None), 0)
+            bad = strategy.reduce(tf.distribute.ReduceOp.SUM, each(self._bad, (grads,)), axis=None)
+            finite = tf.equal(bad, 0)
 
             # Here and not in a replica: a branch of a cond there may not merge replicas, and
             # the inner optimizer does.
@@ -209,6 +209,10 @@ class LossScaleOptimizer(_KERAS):
             self._advance(finite)
 
         context.merge_call(merged, args=(grads, variables))
+
+    def _bad(self, grads: list[Any]) -> Any:
+        """1 where a gradient is not finite, 0 where all are: int32, 0-d."""
+        return ops.cast(ops.logical_not(self.check_finite(grads)), "int32")
 
     def _advance(self, finite: Any) -> None:
         """One step of the rule, and its counters."""
@@ -295,7 +299,8 @@ class LossScaleLogger(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Called by Keras."""
-        optimizer = self.model.optimizer
+        model: Any = self.model
+        optimizer = model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             raise ValueError(
                 "LossScaleLogger needs a model compiled with gradlift.keras.LossScaleOptimizer, "

@@ -1,5 +1,10 @@
 """What ``test_keras.py`` runs in a process of its own for each Keras backend."""
 
+# Keras has no types, and what can be inferred of them is wrong.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportFunctionMemberAccess=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
 import json
 import warnings
 from pathlib import Path
@@ -392,6 +397,34 @@ def test_a_script_for_keras_runs_with_one_import_changed():
     assert ours["scale"] == theirs["scale"]
     for a, b in zip(ours["weights"], theirs["weights"], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_the_sparse_gradients_of_an_embedding():
+    keras.config.set_dtype_policy("mixed_float16")
+    tokens = np.random.default_rng(0).integers(0, 50, size=(256, 4))
+    target = tokens.sum(1, keepdims=True) / 100
+    model = keras.Sequential(
+        [
+            keras.layers.Input((4,)),
+            keras.layers.Embedding(50, 8),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+    )
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-2), 2.0**24)
+    model.compile(optimizer, "mse", jit_compile=QUICK)
+    losses = model.fit(tokens, target, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < 0.5 * losses[0]
+    assert number(optimizer.skipped_steps) > 0
+
+
+@pytest.mark.slow
+def test_fit_with_jit_compile_on_torch():
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(5e-3), 2.0**24)
+    _, history = trained(optimizer, True, [LossScaleLogger()], epochs=4)
+    assert history["loss"][-1] < 0.7 * history["loss"][0]
+    assert history["skipped_steps"][-1] > 0
 
 
 def test_gradient_accumulation_and_ema_of_the_inner_optimizer():

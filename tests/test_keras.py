@@ -7,11 +7,22 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("keras")
+
 CHECKS = Path(__file__).with_name("keras_on_backend.py")
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_keras_on(backend):
+    run_checks(backend)
+
+
+@pytest.mark.slow
+def test_keras_on_torch_compiled():
+    run_checks("torch", "-m", "slow")
+
+
+def run_checks(backend, *options):
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
@@ -20,7 +31,16 @@ def test_keras_on(backend):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(CHECKS),
+        *options,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     assert " passed" in done.stdout

@@ -12,8 +12,8 @@ A training step::
         return state, select(finite, new, params), loss
 
 ``loss_scaled`` does the same inside an optax transformation. ``gradlift.jax.flax`` and
-``gradlift.jax.jmp`` stand in for Flax's ``DynamicScale`` and for ``jmp``; the layer-wise method
-is in ``gradlift.jax.cuts``.
+``gradlift.jax.jmp`` stand in for Flax's ``DynamicScale`` and for ``jmp``. ``layerwise`` gives
+each part of a loss function its own exponent; ``gradlift.jax.modules`` cuts Flax models.
 """
 
 try:
@@ -23,10 +23,12 @@ except ImportError as error:
         "gradlift.jax needs jax, which is not installed: pip install 'gradlift[jax]'"
     ) from error
 
+from gradlift.jax.cuts import Layerwise, adopt, cut, layerwise
 from gradlift.jax.state import (
     LossScaleState,
     ValueAndGrad,
     all_finite,
+    check_floor,
     from_flax,
     from_jmp,
     init,
@@ -39,13 +41,18 @@ from gradlift.jax.state import (
 from gradlift.jax.transform import LossScaledState, loss_scaled, scale_state
 
 __all__ = [
+    "Layerwise",
     "LossScaleState",
     "LossScaledState",
     "ValueAndGrad",
+    "adopt",
     "all_finite",
+    "check_floor",
+    "cut",
     "from_flax",
     "from_jmp",
     "init",
+    "layerwise",
     "loss_scaled",
     "scale",
     "scale_state",

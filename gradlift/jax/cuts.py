@@ -87,6 +87,10 @@ class Layerwise:
     has_aux: bool = False
     axis_name: AxisName = None
 
+    @property
+    def _wanted(self) -> tuple[int, ...]:
+        return (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
+
     def trace(self, *args: Any) -> Traced:
         """Components and cuts, from the shapes of the arguments; nothing is computed.
 
@@ -95,14 +99,15 @@ class Layerwise:
         """
         closed, out = jax.make_jaxpr(self.fun, return_shape=True)(*args)
         program = flatten(closed)
-        wanted = range(len(args))[self.argnums] if isinstance(self.argnums, int) else None
-        positions = {wanted} if wanted is not None else {range(len(args))[n] for n in self.argnums}
-        arguments, at = {}, 0
+        positions = {range(len(args))[n] for n in self._wanted}
+        arguments: dict[int, Any] = {}
+        at = 0
         for position, arg in enumerate(args):
             size = len(jax.tree.leaves(arg))
             if position in positions:
-                numbers = zip(program.ins[at : at + size], closed.in_avals[at : at + size])
-                arguments.update({number: aval.dtype for number, aval in numbers})
+                arguments.update(
+                    (program.ins[i], closed.in_avals[i].dtype) for i in range(at, at + size)
+                )
             at += size
         return Traced(
             program, analyse(program, arguments, program.outs[0]), jax.tree.structure(out)
@@ -145,19 +150,17 @@ class Layerwise:
 
         def scaled(tally: jax.Array, chosen: tuple[Any, ...]) -> tuple[jax.Array, Any]:
             full = list(args)
-            for n, arg in zip(wanted, chosen, strict=True):
+            for n, arg in zip(self._wanted, chosen, strict=True):
                 full[n] = arg
             value = traced.run(offsets, tally, tuple(full))
             return scale(state, value[0] if self.has_aux else value), value
 
         tally = _varying(tally, self.axis_name)
-        single = isinstance(self.argnums, int)
-        wanted = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
-        chosen = tuple(args[n] for n in wanted)
+        chosen = tuple(args[n] for n in self._wanted)
         (counts, grads), value = jax.grad(scaled, (0, 1), has_aux=True)(tally, chosen)
         if self.axis_name is not None:
             counts = lax.psum(counts, self.axis_name)
-        grads = grads[0] if single else grads
+        grads = grads[0] if isinstance(self.argnums, int) else grads
         out = _finish(state, value, grads, self.has_aux, self.axis_name)
         return out, counts.astype(jnp.int32)
 
