@@ -297,7 +297,9 @@ class _Evaluation:
         shift = upstream - self.offsets[site.downstream]
         if self.tally is None:
             return _shifted(value, shift)
-        return _counted(value, shift, self.tally[number])
+        # Of an argument's gradient only the largest element matters to the planner.
+        tallied = _peaked if site.upstream is None else _counted
+        return tallied(value, shift, self.tally[number])
 
 
 def _evaluate(step: Step, ins: list[Any]) -> list[Any]:
@@ -334,6 +336,19 @@ def _counted_backward(shift: jax.Array, grad: jax.Array) -> tuple[jax.Array, Non
 
 
 _counted.defvjp(lambda x, shift, tally: (x, shift), _counted_backward)
+
+
+@jax.custom_vjp
+def _peaked(x: jax.Array, shift: jax.Array, tally: jax.Array) -> jax.Array:
+    """``_counted`` for the largest element alone."""
+    return x
+
+
+def _peaked_backward(shift: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+    return _times_power(grad, shift), None, count_exponents(jnp.max(jnp.abs(grad), initial=0))
+
+
+_peaked.defvjp(lambda x, shift, tally: (x, shift), _peaked_backward)
 
 
 def _times_power(grad: jax.Array, shift: jax.Array) -> jax.Array:
