@@ -3,9 +3,9 @@
 A subclass of Keras's own, since ``compile`` silently wraps anything else under
 ``mixed_float16``. Keras writes the rule twice, with state and without; here it is called once,
 in ``_advance``, and only the inner optimizer's step is conditional. What Keras's gets wrong and
-this one does not: the scale falls to 0, replicas are taken to agree on a skip when only the
-first was asked, a half-precision loss overflows as it is scaled, and ``apply`` outside a
-stateless scope leaks tracers on the JAX backend.
+this one does not: the scale falls to 0; replicas are taken to agree on a skip when only the
+first was asked; a half-precision loss scaled before the optimizer is built overflows; and
+``apply`` outside a stateless scope leaks tracers on the JAX backend.
 
 Example::
 

@@ -137,6 +137,9 @@ def test_a_half_precision_loss_is_cast_before_it_is_scaled():
     def half(w):
         return jnp.sum(w.astype(jnp.float16) ** 2)
 
+    scaled = gl.scale(gl.init(Static(2.0**17)), jnp.float16(3))
+    assert (scaled, scaled.dtype) == (3 * 2.0**17, jnp.float32)
+
     state, w = gl.init(Dynamic(init_scale=2.0**17)), weights() / 8
     for finite in (False, False, True):  # float16 holds 2**15, not 2**16
         state, found, loss, grads = gl.value_and_grad(half)(state, w)
@@ -281,6 +284,15 @@ def test_loss_scaled_is_the_inner_transformation_or_nothing(inner):
         opt_state, w = after, optax.apply_updates(w, updates)
     assert_same(w, plain_w)
     assert (opt_state.loss_scale.scale, opt_state.loss_scale.skipped_steps) == (256.0, 3)
+
+
+def test_the_inner_transformation_never_sees_an_infinity():
+    seen = []
+    look = optax.stateless(lambda grads, _: seen.append(grads.tolist()) or grads)
+    tx = gl.loss_scaled(look, Static(2.0))
+    for grads in (jnp.array([2.0, 4.0]), jnp.array([2.0, jnp.inf]), jnp.array([jnp.nan, 4.0])):
+        tx.update(grads, tx.init(jnp.zeros(2)))
+    assert seen == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
 
 
 def test_loss_scaled_compiles_once():
