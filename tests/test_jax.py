@@ -81,6 +81,15 @@ def test_leaves_are_strongly_typed_before_and_after_a_step():
         ]
 
 
+def test_nothing_is_promoted_in_silence():
+    with jax.numpy_dtype_promotion("strict"):
+        state, finite, _, grads = gl.value_and_grad(loss_fn)(gl.init(SMALL), weights(), batch())
+        state = flip(state, False, True)
+    assert finite
+    assert state.skipped_steps == 1
+    assert grads.dtype == jnp.float32
+
+
 def test_a_step_compiles_once_where_flax_compiles_twice():
     traces = []
 
@@ -513,6 +522,16 @@ def test_a_script_for_flax_runs_with_one_import_changed():
     assert float(ours["state"].dynamic_scale.scale) == 2.0**15
     assert abs(float(ours["state"].p) - float(theirs["state"].p)) < 0.02
     assert np.isfinite(ours["loss"])
+
+
+def test_the_stand_in_for_flax_keeps_its_floor():
+    from gradlift.jax.flax import DynamicScale
+
+    scale = DynamicScale(scale=16.0, minimum_scale=4.0)
+    step = jax.jit(lambda s: s.value_and_grad(steep)(weights() / 1024, 3e38)[0])
+    for expected in (8.0, 4.0, 4.0):
+        scale = step(scale)
+        assert scale.scale == expected
 
 
 def test_a_script_for_jmp_runs_with_one_import_changed():

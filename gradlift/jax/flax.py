@@ -22,7 +22,7 @@ except ImportError as error:
     ) from error
 
 from gradlift.jax.state import AxisName, LossScaleState, value_and_grad
-from gradlift.policy import SMALLEST_SCALE, Dynamic
+from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic
 
 DynamicScaleResult = theirs.DynamicScaleResult
 
@@ -40,7 +40,7 @@ class DynamicScale(theirs.DynamicScale):
     def _state(self) -> LossScaleState:
         floor = self.minimum_scale
         policy = Dynamic.flax(
-            init_scale=1.0,  # the scale is here already
+            init_scale=LARGEST_SCALE,  # not used: the scale is here already
             growth_factor=float(self.growth_factor),
             backoff_factor=float(self.backoff_factor),
             growth_interval=self.growth_interval,

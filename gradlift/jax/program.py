@@ -208,6 +208,9 @@ class _Analyst:
         self.cuts = self._join()
         self.number = self._number()
         self.held = self._held()
+        self.stored: dict[int, set[str]] = {n: set() for n in self.number.values()}
+        for x in self._inner(list(self.dtypes)):
+            self.stored[self._component(x)].add(str(self.dtypes[x]))
 
     def _flows(self) -> set[int]:
         """The variables that gradients pass: they depend on an argument and the loss on them."""
@@ -316,12 +319,7 @@ class _Analyst:
 
     def _format(self, number: int) -> str:
         """The narrowest format that a component's gradients are stored in."""
-        names = {
-            str(dtype)
-            for x, dtype in self.dtypes.items()
-            if x in self.flows and self._component(x) == number
-        }
-        known = [format for name, format in FORMATS.items() if name in names]
+        known = [format for name, format in FORMATS.items() if name in self.stored[number]]
         # Of two with as many bits the one with the narrower range.
         return min(known, key=lambda f: (f.bits, f.max_exponent)).name if known else "float32"
 

@@ -152,10 +152,11 @@ def update(
         loss_finite: whether the unscaled loss was finite: bool, 0-d. A step skipped because of
             its loss leaves the scale where it is, since no scale can mend a forward pass.
     """
-    finite = jnp.asarray(finite)
+    finite = jnp.asarray(finite, bool)
     before = ScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker)
     after = rule.update(state.policy, before, ~finite, where=jnp.where, loss_finite=loss_finite)
-    return LossScaleState(*after, finite, state.skipped_steps + ~finite, state.policy)
+    skipped = state.skipped_steps + (~finite).astype(jnp.int32)
+    return LossScaleState(*after, finite, skipped, state.policy)
 
 
 def select(finite: jax.Array, new: Tree, old: Tree) -> Tree:
