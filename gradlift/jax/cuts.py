@@ -303,13 +303,14 @@ class _Evaluation:
 
 
 def _evaluate(step: Step, ins: list[Any]) -> list[Any]:
-    """One equation on values; a jaxpr of its own, which is JAX's public way to run one."""
-    eqn = step.eqn
-    pairs = zip(eqn.invars, ins, strict=True)
-    values = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
-    info = core.DebugInfo("gradlift", eqn.primitive.name, None, None)
-    single = core.Jaxpr([], list(values), eqn.outvars, [eqn], eqn.effects, debug_info=info)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*values.values())
+    """One equation on values, as ``jax.core.eval_jaxpr`` does it."""
+    primitive = step.eqn.primitive
+    bound = primitive.get_bind_params(step.eqn.params)
+    # In older versions of JAX the functions come apart from the parameters.
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    with step.eqn.ctx.manager:
+        out = primitive.bind(*functions, *ins, **params)
+    return list(out) if primitive.multiple_results else [out]
 
 
 @jax.custom_vjp

@@ -152,10 +152,12 @@ def _cut_name(eqn: Any) -> str | None:
 
 def _inside(eqn: Any) -> Iterator[Any]:
     """All equations inside an equation."""
-    for jaxpr in core.jaxprs_in_params(eqn.params):
-        for inner in jaxpr.eqns:
-            yield inner
-            yield from _inside(inner)
+    for param in eqn.params.values():
+        for value in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+                for inner in value.eqns:
+                    yield inner
+                    yield from _inside(inner)
 
 
 def _opens(eqn: Any) -> bool:
