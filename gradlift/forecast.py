@@ -59,7 +59,7 @@ def predict(
             probe, or the format's largest exponent less the headroom.
         patience: steps that must agree before the exponent rises.
         slack: bits that are left unused rather than chased.
-        ahead: steps by which a rising trend is carried on.
+        ahead: steps by which a rising trend is carried on, for ``slack`` bits at most.
 
     Example:
         >>> predict(12, [-2, -1, 2], limit=12)
@@ -69,7 +69,9 @@ def predict(
     known = [peak for peak in recent if peak is not None]
     if not known:
         return exponent
-    top = limit - max(known) - growth(range(len(recent)), recent, ahead)
+    # Fewer steps than these show noise, not a trend.
+    trend = growth(range(len(recent)), recent, ahead, cap=slack) if len(known) >= 8 else 0
+    top = limit - max(known) - trend
     if exponent > top:
         return top
     return exponent + (len(known) >= patience and exponent + slack < top)

@@ -185,6 +185,7 @@ def _round_tensor(
         steps = steps.round()
     y = steps * _power_of_two(quantum, value.dtype)
     limit = format.max_value if saturate else math.inf if format.has_inf else math.nan
+    # An infinite value is asked for by name: frexp leaves its exponent open.
     y = torch.where((y.abs() > format.max_value) | value.isinf(), limit, y.abs())
     y = torch.where(value.isnan(), value, y.copysign(value))
     return y.to(x.dtype)

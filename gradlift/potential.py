@@ -197,7 +197,7 @@ def fewest_cuts(
 
     loss = min(sorted(trials, reverse=True), key=price)
     exponents = [loss + pinned.get(i, 0) for i in range(len(intervals))]
-    tree.carry(loss, tree.tables(loss, tables), exponents)
+    tree.carry(tree.tables(loss, tables), exponents)
     tree.improve(loss, exponents)
     return exponents
 
@@ -285,7 +285,7 @@ class _Tree:
                 table[e] += min(costs.get(e, change), change)
         return table
 
-    def carry(self, loss: int, tables: dict[int, Table], exponents: list[int]) -> None:
+    def carry(self, tables: dict[int, Table], exponents: list[int]) -> None:
         """Writes the cheapest exponents, from the loss outwards."""
         for node in self.order:
             table, parent = tables[node], self.parent[node]

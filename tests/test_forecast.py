@@ -69,6 +69,15 @@ def test_lowered_at_once_raised_slowly_held_otherwise():
     assert predict(10, [], limit=12) == 10
 
 
+def test_a_rising_trend_is_carried_on():
+    rising = [*range(-20, 0)]
+    assert predict(12, rising, limit=12) == 12 + 1 - 3
+    assert predict(12, rising, limit=12, ahead=2) == 12 + 1 - 2
+    assert predict(12, rising[-7:], limit=12) == 12
+    assert predict(12, rising, limit=12, ahead=0) == 12
+    assert predict(12, rising[::-1], limit=20) == 12
+
+
 def test_a_spike_is_remembered_for_as_long_as_patience_lasts():
     history = [-10] * 40 + [0] + [-10] * 31
     assert predict(11, history, limit=12) == 11

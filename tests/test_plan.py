@@ -411,7 +411,10 @@ def test_mass_in_the_lowest_octave_raises_only_if_there_are_zeros():
     assert plan.components[0].interval.low == 8 + 6
     limited = Histogram(counts, 5, 0, -32, 7, parameters=2)
     plan = choose(chain(1), [limited])
-    assert plan.global_exponent == plan.components[0].interval.high == 10
+    assert plan.components[0].interval == Interval(10, 10)
+    assert plan.global_exponent == 10
+    assert plan.probe_again
+    assert not plan.squeezed
 
 
 def test_many_more_zeros_than_before_raise():
