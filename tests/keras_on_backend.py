@@ -419,6 +419,9 @@ def test_the_sparse_gradients_of_an_embedding():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(  # torch's own, as its compiler is imported
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
 def test_fit_with_jit_compile_on_torch():
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(5e-3), 2.0**24)
