@@ -135,10 +135,12 @@ class LossScaleOptimizer(_KERAS):
             self.built = True
         variables = list(trainable_variables or self._trainable_variables)
         true, self._gradients_are_true = self._gradients_are_true, False
+        # Before the check: with a scale below 1 the true gradient can be too large for float32.
+        grads = grads if true else self._unscaled(grads, variables)
         if keras.backend.backend() == "tensorflow":
-            self._apply_on_replicas(grads, variables, true)
+            self._apply_on_replicas(grads, variables)
         else:
-            self._apply(self.check_finite(grads), grads, variables, true)
+            self._apply(self.check_finite(grads), grads, variables)
 
     def stateless_apply(
         self, optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]
@@ -147,19 +149,15 @@ class LossScaleOptimizer(_KERAS):
         # Keras's base class calls apply() in a stateless scope, which is all it takes.
         return super(_KERAS, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
-    def _apply(self, finite: Any, grads: list[Any], variables: list[Any], true: bool) -> None:
+    def _apply(self, finite: Any, grads: list[Any], variables: list[Any]) -> None:
         def step() -> None:
-            self._step(grads, variables, true)
+            self.inner_optimizer.apply(grads, variables)
 
         if keras.backend.backend() == "jax":
             self._step_if(finite, step)
         else:
             ops.cond(finite, step, lambda: None)
         self._advance(finite)
-
-    def _step(self, grads: list[Any], variables: list[Any], true: bool) -> None:
-        unscaled = grads if true else self._unscaled(grads, variables)
-        self.inner_optimizer.apply(unscaled, variables)
 
     def _step_if(self, finite: Any, step: Callable[[], None]) -> None:
         """``ops.cond`` for JAX, where both branches return all the state there is."""
@@ -182,7 +180,7 @@ class LossScaleOptimizer(_KERAS):
             variable.assign(value)
         return None
 
-    def _apply_on_replicas(self, grads: list[Any], variables: list[Any], true: bool) -> None:
+    def _apply_on_replicas(self, grads: list[Any], variables: list[Any]) -> None:
         """TensorFlow: every replica steps, or none does."""
         import tensorflow as tf
 
@@ -195,17 +193,17 @@ class LossScaleOptimizer(_KERAS):
             bad = self._bad(grads)
             if context.num_replicas_in_sync > 1:
                 bad = context.all_reduce(tf.distribute.ReduceOp.SUM, bad)
-            self._apply(tf.equal(bad, 0), grads, variables, true)
+            self._apply(tf.equal(bad, 0), grads, variables)
             return
 
         def merged(strategy: Any, grads: list[Any], variables: list[Any]) -> None:
             each = strategy.extended.call_for_each_replica
             bad = strategy.reduce(tf.distribute.ReduceOp.SUM, each(self._bad, (grads,)), axis=None)
             finite = tf.equal(bad, 0)
-
+            apply = self.inner_optimizer.apply
             # Here and not in a replica: a branch of a cond there may not merge replicas, and
             # the inner optimizer does.
-            ops.cond(finite, lambda: each(self._step, (grads, variables, true)), lambda: None)
+            ops.cond(finite, lambda: each(apply, (grads, variables)), lambda: None)
             self._advance(finite)
 
         context.merge_call(merged, args=(grads, variables))

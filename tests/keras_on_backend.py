@@ -250,6 +250,15 @@ def test_unscaled_gradients_are_applied_once_unscaled():
     assert optimizer.get_unscaled_gradients([None]) == [None]
 
 
+def test_a_true_gradient_too_large_for_float32_is_skipped():
+    w = keras.Variable([2.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(2.0**-20))
+    optimizer.build([w])
+    optimizer.apply([ops.convert_to_tensor([1e35])], [w])
+    assert ops.convert_to_numpy(w).tolist() == [2.0]
+    assert number(optimizer.skipped_steps) == 1
+
+
 def test_a_half_precision_loss_is_cast_before_it_is_scaled():
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**17)
     loss = ops.cast(ops.convert_to_tensor(3.0), "float16")

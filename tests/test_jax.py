@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradlift import Dynamic, Static
 from gradlift import jax as gl
@@ -207,7 +207,7 @@ def test_vmap_keeps_one_scale_for_each_member():
     assert_same(jax.tree.map(lambda x: x[1], out.state), alone.state)
 
 
-@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map unchecked"])
+@pytest.mark.parametrize("how", ["pmap", "vmap", "shard_map", "shard_map unchecked"])
 @pytest.mark.parametrize("bad", [False, True])
 def test_two_devices_average_and_agree(how, bad):
     x = batch() * (2.0**62 if bad else 1.0)
@@ -217,10 +217,9 @@ def test_two_devices_average_and_agree(how, bad):
         state, finite, loss, grads = gl.value_and_grad(loss_fn, axis_name="d")(state, w, x)
         return state, finite, jax.lax.pmean(loss, "d"), grads
 
-    if how == "pmap":
-        out = jax.pmap(step, "d", in_axes=(None, None, 0))(
-            gl.init(SMALL), weights(), x.reshape(2, 2, 3)
-        )
+    if how in ("pmap", "vmap"):
+        mapped = getattr(jax, how)(step, axis_name="d", in_axes=(None, None, 0))
+        out = mapped(gl.init(SMALL), weights(), x.reshape(2, 2, 3))
         first, second = (jax.tree.map(lambda x, i=i: x[i], out) for i in (0, 1))
         assert_same(first, second)
     else:
@@ -239,6 +238,18 @@ def test_two_devices_average_and_agree(how, bad):
     if not bad:
         np.testing.assert_allclose(loss, loss_fn(weights(), x), rtol=1e-6)
         np.testing.assert_allclose(grads, jax.grad(loss_fn)(weights(), x), rtol=1e-6)
+
+
+def test_sharded_arrays_under_jit_need_nothing():
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
+    state, w = jax.device_put((gl.init(SMALL), weights()), whole)
+    step = jax.jit(gl.value_and_grad(loss_fn))
+    for bad in (False, True, False):
+        state, finite, _, grads = step(state, w, jax.device_put(batch(bad), split))
+        assert finite == (not bad)
+    np.testing.assert_allclose(grads, jax.grad(loss_fn)(weights(), batch()), rtol=1e-6)
+    assert step._cache_size() == 1
 
 
 def test_check_floor_does_what_the_policy_says():

@@ -218,6 +218,8 @@ class Traced:
         seen: list[list[Histogram]] = [[] for _ in self.graph.components]
         arguments: list[tuple[int, Histogram]] = []
         for site, counts in zip(self.analysis.sites, np.asarray(bins).tolist(), strict=True):
+            if not any(counts):
+                continue
             format = str(site.dtype) if str(site.dtype) in FORMATS else "float32"
             at = exponent + int(offsets[site.downstream])
             found = Histogram.from_bins(counts, at, format)
