@@ -187,7 +187,9 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
                 "carry the loss scale. Leave delay_unscale out in the last scale_loss before step"
             )
         result = None
-        if not stash.skips():
+        if stash.skips():
+            self._opt_called = True  # torch's schedulers warn of a first step that never came
+        else:
             with disable_casts():
                 result = original(**kwargs)
             stash.write_back()

@@ -143,10 +143,14 @@ class WriteFloat32:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.dtype in HALF:
-                kept = self.weights.get(tensor)
-                # Nobody's master where somebody wrote into the weight itself.
-                exact = kept is not None and torch.equal(kept.to(value.dtype), value)
-                state[prefix + name] = kept.detach().clone() if exact else value.float()
+                state[prefix + name] = self._float32(tensor, value)
+
+    def _float32(self, tensor: Tensor, value: Tensor) -> Tensor:
+        kept = self.weights.get(tensor)
+        # It is no master of what somebody wrote into the weight itself.
+        if kept is None or not torch.equal(kept.to(value.dtype), value):
+            return value.float()
+        return kept.detach().clone()
 
 
 class ReadFloat32:

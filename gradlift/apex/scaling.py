@@ -120,7 +120,7 @@ def scale_loss(
     if scaler.idle and not _amp_state.opt_properties.master_weights:
         yield loss.float()
         return
-    chosen = [optimizers] if _is_optimizer(optimizers) else list(optimizers)  # type: ignore[arg-type]
+    chosen = _as_list(optimizers)
     for optimizer in chosen:
         _check_delayed(stash_of(optimizer), scaler)
         stash_of(optimizer).prepare(optimizer)
@@ -159,8 +159,8 @@ def _scaler(loss_id: int, delay_overflow_check: bool) -> LossScaler | None:
     return _amp_state.loss_scalers[loss_id]
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer) or hasattr(value, "param_groups")
+def _as_list(optimizers: Any) -> list[Optimizer]:
+    return [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
 
 
 def _check_delayed(stash: Stash, scaler: LossScaler) -> None:
