@@ -118,8 +118,10 @@ FLOAT_CALLS = {
     "Tensor.renorm": lambda x: x.renorm(2, 0, 1.0),
     "Tensor.cpu": lambda x: x.cpu(),
 }
-UNARY = ("acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan norm prod std "
-         "sum var").split()  # fmt: skip
+UNARY = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2"),
+    *("reciprocal", "rsqrt", "sinh", "tan", "norm", "prod", "std", "sum", "var"),
+)
 FLOAT_CALLS |= {f"torch.{name}": (lambda x, n=name: getattr(torch, n)(x)) for name in UNARY}
 FLOAT_CALLS |= {f"Tensor.{name}": (lambda x, n=name: getattr(x, n)()) for name in UNARY}
 

@@ -188,7 +188,8 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         result = None
         if stash.skips():
-            self._opt_called = True  # torch's schedulers warn of a first step that never came
+            # torch's schedulers warn of a first step that never came.
+            self._opt_called = True  # type: ignore[attr-defined]
         else:
             with disable_casts():
                 result = original(**kwargs)
