@@ -39,6 +39,10 @@ MXNET_PYTHON ?= $(PYTHON)
 test-mxnet: .venv-mxnet/.ready
 	PYTHONPATH=. .venv-mxnet/bin/python -m pytest tests_mxnet
 
+# On the machine at hand; a GPU where there is one.
+bench:
+	PYTHONPATH=. $(PYTHON) benchmarks/step_overhead.py
+
 check: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ except ImportError as error:
         "gradlift.torch needs PyTorch 2.6 or newer: pip install 'gradlift[torch]'"
     ) from error
 
+from gradlift.torch.masters import MasterWeights
 from gradlift.torch.scaler import GradScaler
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "MasterWeights"]
