@@ -459,6 +459,27 @@ def test_zero_grad_clears_models_and_masters(set_to_none):
     assert grad is None if set_to_none else grad.item() == 0
 
 
+def test_zero_grad_forgets_an_overflow_with_its_gradients():
+    model, optimizer = single()
+    backward(model, optimizer, OVERFLOWS)
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.5)
+    optimizer.step()
+    assert weight(model) == 2.0 - 0.0625
+
+
+def test_optimizers_with_a_zero_grad_of_their_own():
+    class Own(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = start(model, Own(model.parameters(), lr=0.125), opt_level="O2")
+    backward(model, optimizer)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
 def test_model_zero_grad_is_enough_between_steps():
     model, optimizer = single()
     for expected in (1.9375, 1.875):

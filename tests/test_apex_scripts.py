@@ -239,10 +239,7 @@ def run(script: str, **given: object) -> dict:
 
 @pytest.fixture(autouse=True)
 def amp_off_afterwards():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     amp.initialize(nn.Linear(1, 1), enabled=False)
 
 

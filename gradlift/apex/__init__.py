@@ -11,6 +11,7 @@ The rule for the loss scale, the check and the unscaling are ``gradlift.torch.Gr
 import sys as _sys
 from typing import Any
 
+import gradlift.torch as _torch  # noqa: F401  (says what to install where torch is missing)
 from gradlift.apex import gone as _gone
 from gradlift.apex.casts import (
     disable_casts,

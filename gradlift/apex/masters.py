@@ -129,6 +129,7 @@ class Stash:
                 param.copy_(master)
 
     def forget_grads(self) -> None:
+        self._checks.clear()  # an overflow in gradients that are gone
         self.scaled_by = None
         self._aside.clear()
         self.drop_grads()
@@ -201,10 +202,11 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         stash = stash_of(self)
-        original(set_to_none=set_to_none)
+        original(*args, **kwargs)  # as it was called: not every optimizer takes set_to_none
         stash.forget_grads()
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         for param in stash.all_fp16_params:
             if set_to_none:
                 param.grad = None
