@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -122,13 +123,16 @@ def accuracy(model: Any, data: Digits) -> float:
     return right.float().mean().item()
 
 
-def quantised(data: Digits, scaler: GradScaler, batch_norm: bool = True) -> torch.fx.GraphModule:
-    """A network trained in the scaler's precision, and then with fake quantisation."""
-    model = network(batch_norm)
-    train(model, data, scaler, EPOCHS)
-    model = fake_quantised(model.train())
+def quantised(
+    data: Digits, scaler_for: Callable[[nn.Module], GradScaler], batch_norm: bool = True
+) -> tuple[torch.fx.GraphModule, GradScaler]:
+    """A network trained in its scaler's precision, and then with fake quantisation."""
+    plain = network(batch_norm)
+    train(plain, data, scaler_for(plain), EPOCHS)
+    model = fake_quantised(plain)
+    scaler = scaler_for(model)
     train(model, data, scaler, QAT_EPOCHS, lr=LR / 10)
-    return model
+    return model, scaler
 
 
 def main() -> None:
@@ -139,8 +143,7 @@ def main() -> None:
     print(f"float32                          {accuracy(plain.eval(), data):.3f}")
 
     torch.manual_seed(0)
-    scaler = GradScaler("cpu")
-    model = quantised(data, scaler)
+    model, scaler = quantised(data, lambda model: GradScaler("cpu", model=model))
     program = folded(model)
     print(f"fake-quantised, trained in fp16  {accuracy(model, data):.3f}")
     print(f"folded to int8, saved, loaded    {accuracy(program.module(), data):.3f}")

@@ -29,11 +29,16 @@ def float32_accuracy(example, data, batch_norm, seed):
     return example.accuracy(model.eval(), data)
 
 
-def int8_accuracy(example, data, scaler, batch_norm, seed):
+def int8_accuracy(example, data, scaler_for, batch_norm, seed):
     torch.manual_seed(seed)
-    program = example.folded(example.quantised(data, scaler, batch_norm))
+    model, scaler = example.quantised(data, scaler_for, batch_norm)
+    program = example.folded(model)
     assert len(int8_weights(program)) == 3
-    return example.accuracy(program.module(), data), program
+    return example.accuracy(program.module(), data), scaler, program
+
+
+def dynamic(model, **kwargs):
+    return GradScaler("cpu", model=model, **kwargs)
 
 
 def int8_weights(program):
@@ -44,8 +49,7 @@ def test_the_loaded_int8_model_is_as_good_as_the_float32_one(example):
     data = example.digits()
     gaps = []
     for seed in (0, 1):
-        scaler = GradScaler("cpu")
-        int8, _ = int8_accuracy(example, data, scaler, False, seed)
+        int8, scaler, _ = int8_accuracy(example, data, dynamic, False, seed)
         assert int8 > 0.95
         assert scaler.skipped_steps < 5
         gaps.append(float32_accuracy(example, data, False, seed) - int8)
@@ -53,8 +57,10 @@ def test_the_loaded_int8_model_is_as_good_as_the_float32_one(example):
 
 
 def test_training_recovers_from_a_scale_that_overflows(example):
-    scaler = GradScaler("cpu", init_scale=2.0**28)
-    int8, _ = int8_accuracy(example, example.digits(), scaler, False, 0)
+    def too_high(model):
+        return dynamic(model, init_scale=2.0**28)
+
+    int8, scaler, _ = int8_accuracy(example, example.digits(), too_high, False, 0)
     assert scaler.skipped_steps > 5
     assert scaler.get_scale() < 2.0**24
     assert int8 > 0.95
@@ -86,7 +92,7 @@ def test_gradients_through_fake_quantisation_are_the_float32_ones(example):
 @pytest.mark.slow
 def test_batch_norms_fold_into_the_exported_model(example):
     data = example.digits()
-    int8, program = int8_accuracy(example, data, GradScaler("cpu"), True, 0)
+    int8, _, program = int8_accuracy(example, data, dynamic, True, 0)
     targets = {str(node.target) for node in program.graph.nodes}
     assert not any("batch_norm" in target for target in targets)
     assert float32_accuracy(example, data, True, 0) - int8 < 0.015

@@ -120,7 +120,7 @@ class Float32Weights:
                 master.copy_(torch.where(changed, param.float(), master))
 
     def __deepcopy__(self, memo: dict) -> Float32Weights:
-        return Float32Weights(())  # a copy of a model has no optimizer, its weights are its own
+        return Float32Weights(())  # a copy has no optimizer: masters would be dead weight
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
         return Float32Weights, ((),)
