@@ -220,7 +220,8 @@ class GradScaler(Remembering):
         _check_step_arguments(max_norm, retries, closure)
         if not self._enabled:
             return self._step_disabled(optimizer, closure, max_norm, args, kwargs)
-        self._device_state("step")
+        if closure is None:  # a closure scales the loss itself, in the very first step too
+            self._device_state("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
