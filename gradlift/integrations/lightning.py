@@ -73,7 +73,9 @@ class _Scaling:
     def scaler(self) -> GradScaler:
         """The scaler. One that a function of the model makes exists once a model is set up."""
         if self._scaler is None:
-            self._scaler = source.build(self._source, self._model(), self._autocast_device)
+            self._scaler = source.build(
+                self._source, source.whole(self._modules), self._autocast_device
+            )
             source.join_ranks(self._scaler)
         return self._scaler
 
@@ -81,11 +83,6 @@ class _Scaling:
     def scaler(self, scaler: GradScaler) -> None:
         source.check(scaler)
         self._source, self._scaler = scaler, None
-
-    def _model(self) -> nn.Module | None:
-        if len(self._modules) < 2:
-            return self._modules[0] if self._modules else None
-        return nn.ModuleList(self._modules)
 
     # Set up.
 

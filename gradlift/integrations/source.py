@@ -77,6 +77,13 @@ def unscale_once_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         scaler.unscale_(optimizer)
 
 
+def whole(modules: list[nn.Module]) -> nn.Module | None:
+    """What a function of the model gets: the one module, or a list of several; None for none."""
+    if len(modules) < 2:
+        return modules[0] if modules else None
+    return nn.ModuleList(modules)
+
+
 class JointUpdate:
     """``update()`` for trainers that call it after every optimizer.
 
@@ -101,6 +108,10 @@ class JointUpdate:
             self._due = True
         else:
             scaler.update()
+
+    def forget(self) -> None:
+        """A state was loaded; what was due belonged to another run."""
+        self._due = False
 
     def flush(self, scaler: GradScaler) -> None:
         """A loss is about to be scaled, or the state saved."""
