@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -180,7 +181,16 @@ class PreparedScaler:
                 "this version of Accelerate keeps the skipped step somewhere else than gradlift "
                 "expects it; install 'accelerate==1.15.0'"
             )
-        self._overrides.set(optimizer, "step", partial(self._step, optimizer))
+
+        def step(optimizer: AcceleratedOptimizer, closure: Callable | None = None) -> None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            self._step(optimizer, closure)
+
+        # torch's schedulers wrap their optimizer's step to see that it is called, and complain
+        # when the wrapper is lost; this step tells them by itself.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._overrides.set(optimizer, "_opt_called", getattr(optimizer, "_opt_called", False))
+        self._overrides.set(optimizer, "step", MethodType(step, optimizer))
         if self._scaler is not None:
             self._overrides.set(optimizer, "scaler", self._scaler)
 
