@@ -28,6 +28,10 @@ test-gpu:
 test-slow: .venv/.ready
 	$(BIN)/python -m pytest -m slow
 
+# On the machine at hand; a GPU where there is one.
+bench:
+	PYTHONPATH=. $(PYTHON) benchmarks/step_overhead.py
+
 check: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

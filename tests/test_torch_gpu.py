@@ -357,3 +357,20 @@ def test_step_and_update_compile_into_one_graph(name):
     assert runs[0][0] == runs[1][0]
     assert runs[0][2] == runs[1][2] == 2
     torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_parameters_on_two_devices_share_one_decision():
+    here = torch.nn.Parameter(torch.ones(3))
+    there = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.SGD([here, there], lr=0.5)
+    scaler = GradScaler("cuda", init_scale=4.0)
+    for blow_up, expected in ((math.inf, 1.0), (1.0, 0.5)):
+        optimizer.zero_grad()
+        scaler.scale((here.cuda() + there).sum()).backward()
+        here.grad.mul_(blow_up)
+        scaler.step(optimizer, max_norm=100.0)
+        scaler.update()
+        assert here.tolist() == there.tolist() == [expected] * 3
+    assert scaler.skipped_steps == 1
+    assert scaler.get_scale() == 2.0
+    torch.testing.assert_close(scaler.grad_norm.item(), 6.0**0.5)

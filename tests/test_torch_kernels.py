@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,16 @@ from torch import Tensor
 
 # Triton reads this when it is first imported, and gradlift imports it only for a GPU.
 if not torch.cuda.is_available():
-    assert "triton" not in sys.modules, "triton was imported before its interpreter was chosen"
+    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
     os.environ["TRITON_INTERPRET"] = "1"
 
 from gradlift.torch import kernels, reference
-from gradlift.torch.tables import DeviceList, GradTable, Table, grad_table, is_dense
+from gradlift.torch.tables import DeviceList, Rule, Slot, Table, UpdateTable, grad_table, is_dense
+
+# The interpreter computes with numpy, which warns where a GPU just gives inf or NaN.
+pytestmark = [pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+if torch.cuda.is_available():
+    pytestmark.append(pytest.mark.gpu)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = [kernels, reference]
@@ -104,18 +111,17 @@ def test_an_unchanged_list_is_not_sent_again() -> None:
     assert numbers.hold([]).tolist() == []
 
 
-def counted(backend: object, grads: list[Tensor | None], found: float) -> list[list[int]]:
+def counted(backend: Any, grads: list[Tensor | None], found: float) -> list[list[int]]:
     table = grad_table(grads)
-    assert isinstance(table, GradTable)
     counts = torch.full((len(grads), 2), 123, dtype=torch.int32, device=DEVICE)
     flag = torch.tensor(found, device=DEVICE)
-    backend.count_nonfinite(table, flag, counts)  # pyright: ignore
+    backend.count_nonfinite(table, flag, counts)
     return counts.tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_counts_of_inf_and_nan(backend: object, dtype: torch.dtype) -> None:
+def test_counts_of_inf_and_nan(backend: Any, dtype: torch.dtype) -> None:
     grads: list[Tensor | None] = list(odd_tensors(dtype))
     expected = [[0, 0] for _ in grads]
     for row, grad in enumerate(grads):
@@ -135,22 +141,385 @@ def test_counts_of_inf_and_nan(backend: object, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_counted_without_an_overflow(backend: object) -> None:
+def test_a_gradient_that_goes_missing_counts_as_empty(backend: Any) -> None:
+    grads: list[Tensor | None] = [torch.full((5000,), 3.0, device=DEVICE) for _ in range(3)]
+    table = grad_table(grads)
+    grads[1] = None
+    grads[2][4999] = float("nan")  # pyright: ignore
+    assert grad_table(grads, table) is table
+    found_inf, one = torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE)
+    found = backend.measure(table, one, found_inf)
+    assert found.amax[:2].tolist() == [3.0, 0.0]
+    assert found.sumsq[:2].tolist() == pytest.approx([45000.0, 0.0], rel=1e-6)
+    counts = torch.full((3, 2), 9, dtype=torch.int32, device=DEVICE)
+    backend.count_nonfinite(table, found_inf, counts)
+    assert counts.tolist() == [[0, 0], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_counted_without_an_overflow(backend: Any) -> None:
     grads: list[Tensor | None] = [torch.full((3,), float("inf"), device=DEVICE)]
     assert counted(backend, grads, 0.0) == [[123, 123]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_largest_double_is_no_inf(backend: object) -> None:
+def test_the_largest_double_is_no_inf(backend: Any) -> None:
     grads: list[Tensor | None] = [torch.full((3,), 1e300, dtype=torch.float64, device=DEVICE)]
     assert counted(backend, grads, 1.0) == [[0, 0]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mixed_dtypes_are_counted_each_in_its_row(backend: object) -> None:
+def test_mixed_dtypes_are_counted_each_in_its_row(backend: Any) -> None:
     grads: list[Tensor | None] = []
     for index, dtype in enumerate(DTYPES * 2):
         grad = torch.zeros(20 + index, device=DEVICE, dtype=dtype)[index % 2 :]
         grad[:index] = float("inf")
         grads.append(grad)
     assert counted(backend, grads, 1.0) == [[index, 0] for index in range(6)]
+
+
+def measured(
+    backend: Any, grads: list[Tensor | None], scale: float = 1.0, exponents: Tensor | None = None
+) -> tuple[float, list[float], list[float], float]:
+    found_inf = torch.zeros((), device=DEVICE)
+    found = backend.measure(
+        grad_table(grads), torch.tensor(scale, device=DEVICE), found_inf, exponents
+    )
+    assert found.norm.dtype == torch.float32
+    assert found.norm.shape == ()
+    assert found.amax is not None
+    assert found.amax.dtype == torch.float32
+    assert found.sumsq.dtype == torch.float64
+    return float(found.norm), found.amax.tolist(), found.sumsq.tolist(), float(found_inf)
+
+
+def true_norm(grads: list[Tensor | None], scale: float = 1.0) -> float:
+    squares = [float(g.double().square().sum()) for g in grads if g is not None]
+    return math.sqrt(math.fsum(squares)) / scale
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_measure_agrees_with_float64(backend: Any, dtype: torch.dtype) -> None:
+    grads: list[Tensor | None] = [*odd_tensors(dtype), None]
+    norm, amax, sumsq, found_inf = measured(backend, grads, scale=1024.0)
+    assert norm == pytest.approx(true_norm(grads, 1024.0), rel=1e-6)
+    assert amax == [0.0 if g is None or not g.numel() else float(g.abs().max()) for g in grads]
+    expected = [0.0 if g is None else float(g.double().square().sum()) for g in grads]
+    assert sumsq == pytest.approx(expected, rel=4e-6)
+    assert found_inf == 0.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [3e38, 1e25, 2.0**57, 1e-12, 1e-25, 1e-38, 1e-45])
+def test_norm_is_finite_and_right_when_squares_leave_float32(backend: Any, size: float) -> None:
+    grads: list[Tensor | None] = [
+        torch.full((5000,), size, device=DEVICE),
+        torch.full((3,), 1.0, device=DEVICE),
+        torch.linspace(0, 1, 100, device=DEVICE) * size,
+    ]
+    for chosen in (grads[:1], grads[2:], grads):
+        scale = 2.0**60 if size > 1e30 else 1.0
+        norm, amax, _, found_inf = measured(backend, chosen, scale)
+        assert norm == pytest.approx(true_norm(chosen, scale), rel=1e-6)
+        assert amax == [float(g.abs().max()) for g in chosen if g is not None]
+        assert found_inf == 0.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 4095, 4096, 8999])
+def test_one_bad_element_sets_found_inf(backend: Any, value: float, place: int) -> None:
+    grads: list[Tensor | None] = [torch.ones(7, device=DEVICE), torch.ones(9000, device=DEVICE)]
+    assert measured(backend, grads)[3] == 0.0
+    grads[1][place] = value  # pyright: ignore
+    _, amax, _, found_inf = measured(backend, grads)
+    assert found_inf == 1.0
+    assert amax[0] == 1.0
+    assert math.isnan(amax[1]) if math.isnan(value) else amax[1] == math.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_set_found_inf_is_left_set(backend: Any) -> None:
+    found_inf = torch.ones((), device=DEVICE)
+    grads = [torch.ones(3, device=DEVICE)]
+    backend.measure(grad_table(grads), torch.ones((), device=DEVICE), found_inf)
+    assert float(found_inf) == 1.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exponents_per_row_are_taken_out_of_the_norm(backend: Any) -> None:
+    true = [torch.randn(3000, device=DEVICE), torch.randn(20, device=DEVICE)]
+    exponents = torch.tensor([30, -17], dtype=torch.int32, device=DEVICE)
+    stored: list[Tensor | None] = [true[0] * 2.0**40, true[1] * 2.0**-7]
+    norm = measured(backend, stored, 2.0**10, exponents)[0]
+    assert norm == pytest.approx(true_norm(list(true)), rel=1e-6)
+
+
+def test_measure_gives_the_same_bits_every_time() -> None:
+    grads = [torch.randn(n, device=DEVICE) for n in (70000, 5, 4096, 333)]
+    first = measured(kernels, list(grads))
+    assert all(measured(kernels, [g.clone() for g in grads]) == first for _ in range(3))
+
+
+# Pass 2 ---------------------------------------------------------------------------------------
+
+ADAM = {"lr": 3e-3, "sign": 1.0, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+SGD = {"lr": 0.1, "sign": 1.0, "weight_decay": 0.01, "momentum": 0.9, "dampening": 0.25}
+
+
+def hypers(rule: Rule, **numbers: float) -> Tensor:
+    if rule.kind == "adam":
+        values = {**ADAM, **numbers}
+        beta1, beta2 = values["beta1"], values["beta2"]
+        row = [values["lr"], values["sign"], values["weight_decay"], beta1, beta2]
+        row += [math.log2(beta1), math.log2(beta2), values["eps"]]
+    else:
+        values = {**SGD, **numbers}
+        row = [values[k] for k in ("lr", "sign", "weight_decay", "momentum", "dampening")]
+        row += [0.0, 0.0, 0.0]
+    return torch.tensor(row, dtype=torch.float64, device=DEVICE)
+
+
+def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | None) -> Slot:
+    def like(positive: bool) -> Tensor:
+        made = torch.randn_like(param, dtype=torch.float32).to(state)
+        return made.abs() if positive else made
+
+    return Slot(
+        param,
+        None if low is None else torch.full_like(param, float("nan"), dtype=low),
+        like(False) if rule.kind == "adam" or rule.momentum else None,
+        like(True) if rule.kind == "adam" else None,
+        like(True) if rule.amsgrad else None,
+        torch.tensor(4.0, device=DEVICE),
+    )
+
+
+def expected_update(
+    slot: Slot, grad: Tensor, rule: Rule, numbers: list[float], factor: float
+) -> list[Tensor]:
+    """Parameter and state after the update, from the formulas, in float64."""
+    lr, sign, weight_decay = numbers[:3]
+    assert slot.taken is not None
+    p = slot.param.double()
+    g = grad.double() * factor * sign
+    if rule.kind == "sgd":
+        g = g + weight_decay * p
+        if not rule.momentum:
+            return [p - lr * g]
+        assert slot.first is not None
+        share = 1.0 if slot.taken == 0 else 1 - numbers[4]
+        b = numbers[3] * slot.first.double() * (slot.taken != 0) + share * g
+        return [p - lr * (g + numbers[3] * b if rule.nesterov else b), b]
+    assert slot.first is not None
+    assert slot.second is not None
+    beta1, beta2, eps = numbers[3], numbers[4], numbers[7]
+    t = float(slot.taken) + 1
+    if rule.decoupled:
+        p = p * (1 - lr * weight_decay)
+    else:
+        g = g + weight_decay * p
+    m = beta1 * slot.first.double() + (1 - beta1) * g
+    v = beta2 * slot.second.double() + (1 - beta2) * g * g
+    top = v if slot.third is None else torch.maximum(v, slot.third.double())
+    p = p - lr / (1 - beta1**t) * m / ((top / (1 - beta2**t)).sqrt() + eps)
+    return [p, m, v] if slot.third is None else [p, m, v, top]
+
+
+RULES = [
+    Rule("adam"),
+    Rule("adam", decoupled=True),
+    Rule("adam", amsgrad=True),
+    Rule("adam", decoupled=True, amsgrad=True),
+    Rule("sgd"),
+    Rule("sgd", momentum=True),
+    Rule("sgd", momentum=True, nesterov=True),
+]
+
+
+def run_update(
+    backend: Any,
+    slots: list[Slot],
+    rule: Rule,
+    grads: list[Tensor | None],
+    numbers: Tensor,
+    *,
+    scale: float = 1.0,
+    found_inf: float = 0.0,
+    norm: float = 1.0,
+    max_norm: float = math.inf,
+    exponents: Tensor | None = None,
+) -> None:
+    rows = grad_table(grads)
+    backend.update(
+        UpdateTable(slots, [rule] * len(slots), [0] * len(slots), rows),
+        rows,
+        numbers,
+        torch.tensor(scale, device=DEVICE),
+        torch.tensor(found_inf, device=DEVICE),
+        torch.tensor(norm, device=DEVICE),
+        max_norm,
+        exponents,
+    )
+
+
+def copies(slot: Slot) -> Slot:
+    return Slot(slot.param.clone(), *(None if t is None else t.clone() for t in slot[1:]))
+
+
+def truncates(backend: Any) -> bool:
+    """Triton's interpreter, unlike the GPU, does not round to the nearest bfloat16."""
+    return backend is kernels and DEVICE.type == "cpu"
+
+
+def dense_tensors(dtype: torch.dtype) -> list[Tensor]:
+    return [t for t in odd_tensors(dtype, seed=1) if is_dense(t)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("taken", [0.0, 4.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_update_agrees_with_float64(backend: Any, rule: Rule, taken: float, sign: float) -> None:
+    torch.manual_seed(3)
+    slots = [slot_of(p, rule, torch.float32, None) for p in dense_tensors(torch.float32)]
+    for slot in slots:
+        assert slot.taken is not None
+        slot.taken.fill_(taken)
+        if taken == 0 and rule.kind == "sgd" and slot.first is not None:
+            slot.first.zero_()
+    grads: list[Tensor | None] = [torch.randn_like(slot.param) * 1024 for slot in slots]
+    kept = [None if g is None else g.clone() for g in grads]
+    grads[1] = kept[1] = None
+    before = [copies(slot) for slot in slots]
+    numbers = hypers(rule, sign=sign)
+    run_update(backend, slots, rule, grads, numbers, scale=1024.0, norm=8.0, max_norm=2.0)
+    for row, (slot, old, grad) in enumerate(zip(slots, before, grads, strict=True)):
+        assert slot.taken is not None
+        assert float(slot.taken) == taken + int(row != 1)
+        got = [t for t in (slot.param, slot.first, slot.second, slot.third) if t is not None]
+        if grad is None:
+            want = [t for t in (old.param, old.first, old.second, old.third) if t is not None]
+        else:
+            assert torch.equal(grad, kept[row])  # pyright: ignore
+            factor = 0.25 / 1024
+            want = expected_update(old, grad, rule, numbers.tolist(), factor)
+        for have, expect in zip(got, want, strict=True):
+            torch.testing.assert_close(have.double(), expect.double(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_skip_changes_nothing(backend: Any, rule: Rule) -> None:
+    slots = [slot_of(p, rule, torch.float32, torch.float16) for p in dense_tensors(torch.float32)]
+    before = [copies(slot) for slot in slots]
+    grads: list[Tensor | None] = [torch.full_like(s.param, float("nan")) for s in slots]
+    run_update(backend, slots, rule, grads, hypers(rule), found_inf=1.0, norm=float("nan"))
+    for slot, old in zip(slots, before, strict=True):
+        for have, kept in zip(slot, old, strict=True):
+            if have is not None:
+                torch.testing.assert_close(have, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", [RULES[1], RULES[5]], ids=str)
+def test_half_gradients_update_masters_and_their_half_copies(
+    backend: Any, low: torch.dtype, rule: Rule
+) -> None:
+    slots = [slot_of(p, rule, torch.float32, low) for p in dense_tensors(torch.float32)]
+    grads: list[Tensor | None] = [torch.randn_like(s.param, dtype=low) for s in slots]
+    before = [copies(slot) for slot in slots]
+    run_update(backend, slots, rule, grads, hypers(rule), scale=8.0)
+    for slot, old, grad in zip(slots, before, grads, strict=True):
+        assert grad is not None
+        want = expected_update(old, grad, rule, hypers(rule).tolist(), 1 / 8)
+        torch.testing.assert_close(slot.param.double(), want[0], rtol=2e-6, atol=2e-6)
+        assert slot.low is not None
+        rtol = 2**-7 if truncates(backend) and low == torch.bfloat16 else 0
+        torch.testing.assert_close(slot.low, slot.param.to(low), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_parameters_and_state_are_updated_in_float32(backend: Any) -> None:
+    rule = RULES[1]
+    slots = [slot_of(p, rule, torch.bfloat16, None) for p in dense_tensors(torch.bfloat16)]
+    grads: list[Tensor | None] = [torch.randn_like(s.param) for s in slots]
+    before = [copies(slot) for slot in slots]
+    run_update(backend, slots, rule, grads, hypers(rule))
+    for slot, old, grad in zip(slots, before, grads, strict=True):
+        assert grad is not None
+        want = expected_update(old, grad, rule, hypers(rule).tolist(), 1.0)
+        rtol = 2**-7 if truncates(backend) else 2**-8
+        torch.testing.assert_close(slot.param, want[0].bfloat16(), rtol=rtol, atol=1e-8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stochastic_rounding_is_right_on_average(backend: Any) -> None:
+    rule = Rule("sgd", stochastic=True)
+    param = torch.ones(20000, dtype=torch.bfloat16, device=DEVICE)
+    slot = slot_of(param, rule, torch.float32, None)
+    # An eighth of the distance to the next bfloat16 below 1: rounding to nearest never moves.
+    step = 2.0**-8 / 8
+    grads: list[Tensor | None] = [torch.full_like(param, step)]
+    numbers = hypers(rule, lr=1.0, weight_decay=0.0)
+    run_update(backend, [slot], rule, grads, numbers)
+    assert set(param.tolist()) == {1.0, 1.0 - 2.0**-8}
+    assert float(param.double().mean()) == pytest.approx(1 - step, abs=1e-4)
+    first = param.clone()
+    param.fill_(1.0)
+    run_update(backend, [slot], rule, grads, numbers)
+    assert not torch.equal(param, first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_huge_true_gradient_is_clipped_to_the_norm(backend: Any) -> None:
+    rule = Rule("sgd")
+    param = torch.zeros(2000, device=DEVICE)
+    grads: list[Tensor | None] = [torch.full_like(param, 1e25 * 2.0**16)]
+    norm = measured(backend, grads, 2.0**16)[0]
+    slot = slot_of(param, rule, torch.float32, None)
+    numbers = hypers(rule, lr=1.0, weight_decay=0.0)
+    run_update(backend, [slot], rule, grads, numbers, scale=2.0**16, norm=norm, max_norm=1.0)
+    assert float(param.double().norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**127])
+def test_extreme_scales_are_taken_out_exactly(backend: Any, scale: float) -> None:
+    rule = Rule("sgd")
+    param = torch.zeros(9, device=DEVICE)
+    true = torch.tensor(0.25, device=DEVICE)
+    grads: list[Tensor | None] = [(true * scale).expand(9).clone()]
+    slot = slot_of(param, rule, torch.float32, None)
+    numbers = hypers(rule, lr=1.0, weight_decay=0.0)
+    run_update(backend, [slot], rule, grads, numbers, scale=scale, norm=0.75, max_norm=0.75)
+    torch.testing.assert_close(param, torch.full_like(param, -0.25), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exponents_per_row_are_taken_out_of_the_update(backend: Any) -> None:
+    rule = Rule("sgd")
+    slots = [slot_of(torch.zeros(n, device=DEVICE), rule, torch.float32, None) for n in (3000, 20)]
+    grads: list[Tensor | None] = [
+        torch.full_like(s.param, 2.0**k) for s, k in zip(slots, (40, 1), strict=True)
+    ]
+    exponents = torch.tensor([30, -9], dtype=torch.int32, device=DEVICE)
+    numbers = hypers(rule, lr=1.0, weight_decay=0.0)
+    run_update(backend, slots, rule, grads, numbers, scale=2.0**10, exponents=exponents)
+    for slot in slots:
+        assert torch.equal(slot.param, torch.full_like(slot.param, -1.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_groups_have_their_own_numbers(backend: Any) -> None:
+    rule = Rule("sgd")
+    slots = [slot_of(torch.zeros(5, device=DEVICE), rule, torch.float32, None) for _ in range(3)]
+    grads: list[Tensor | None] = [torch.ones(5, device=DEVICE) for _ in range(3)]
+    rows = grad_table(grads)
+    one = torch.ones((), device=DEVICE)
+    numbers = torch.cat([hypers(rule, lr=k, weight_decay=0.0) for k in (0.5, 2.0)])
+    table = UpdateTable(slots, [rule] * 3, [1, 0, 1], rows)
+    backend.update(table, rows, numbers, one, one - 1, one, math.inf)
+    assert [float(slot.param[0]) for slot in slots] == [-2.0, -0.5, -2.0]

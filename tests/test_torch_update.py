@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -110,13 +109,13 @@ def test_a_static_scale_stays():
 
 
 def compare_kernel(device):
-    from gradlift.torch import update_kernel
+    from gradlift.torch import step_kernels
 
-    rule: Any = update_kernel.rule
+    launch = step_kernels.Launch(step_kernels.rule, 1, 1, ())
 
     def kernel(policy, state, counts, found, bad):
         numbers = module._numbers(policy, state.scale.device)
-        rule[(1,)](*state, counts, found, bad, numbers, num_warps=1)
+        launch(*state, counts, found, bad, numbers)
 
     generator = torch.Generator().manual_seed(0)
     for growth, backoff in ((2.0, 0.5), (1.1, 0.9), (3.0, 0.25)):

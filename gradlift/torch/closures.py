@@ -75,8 +75,15 @@ def step(
     except _Overflow:
         return None
 
+    before = _fingerprint(optimizer)
+
     def again() -> Any:
-        return first.pop() if first else evaluate()
+        # The first call gets the evaluation made above, unless the optimizer has moved since,
+        # as SAM has, which takes its first gradient as given.
+        if first and _fingerprint(optimizer) == before:
+            return first.pop()
+        first.clear()
+        return evaluate()
 
     snapshot = None if _evaluates_once(optimizer) else _Snapshot(optimizer)
     try:
@@ -104,6 +111,8 @@ def _evaluate(
         )
     state = scaler._per_optimizer_states[id(optimizer)]
     state["stage"] = OptState.READY
+    state["stepping"] = True
+    state.pop("attributed", None)
     scaler.unscale_(optimizer)
     if not state["found_inf_per_device"]:
         raise AssertionError("No inf checks were recorded for this optimizer.")
@@ -129,6 +138,16 @@ def _lower(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     state.scale.fill_(lowered)
     state.growth_tracker.zero_()
     return True
+
+
+def _fingerprint(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
+    """Changes when a parameter or its gradient is written to or replaced."""
+    marks = []
+    for param in parameters(optimizer):
+        grad = param.grad
+        own = (param._version, param.data_ptr())
+        marks.append(own if grad is None else (*own, id(grad), grad._version))
+    return marks
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:

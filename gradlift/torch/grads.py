@@ -15,7 +15,22 @@ from torch import Tensor
 
 FP16_REFUSED = "Attempting to unscale FP16 gradients."
 
-Buckets = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+Key = tuple[torch.device, torch.dtype]
+
+
+class Buckets(dict[Key, list[Tensor]]):
+    """Dense real tensors by device and dtype, and which parameter of the optimizer each is of."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Key, list[int]] = {}
+
+    def add(self, row: int, grad: Tensor, key: Key) -> None:
+        tensors = self.get(key)
+        if tensors is None:
+            self[key], self.rows[key] = [grad], [row]
+        else:
+            tensors.append(grad)
+            self.rows[key].append(row)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -35,8 +50,8 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool =
         coalesce: sum duplicate entries of every sparse gradient first (needed for a norm).
             Sparse float16 gradients are always coalesced: the sum may overflow.
     """
-    buckets: Buckets = {}
-    for param in parameters(optimizer):
+    buckets = Buckets()
+    for row, param in enumerate(parameters(optimizer)):
         grad = param.grad
         if grad is None:
             continue
@@ -52,7 +67,7 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool =
         if dtype.is_complex:
             grad = torch.view_as_real(grad)
             dtype = grad.dtype
-        buckets.setdefault((grad.device, dtype), []).append(grad)
+        buckets.add(row, grad, (grad.device, dtype))
     return buckets
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlift.torch.grads import local
+from gradlift.torch.update import has_triton
 
 
 class LossWatch:
@@ -21,6 +22,7 @@ class LossWatch:
 
     def __init__(self) -> None:
         self._flag: Tensor | None = None
+        self._unseen: Tensor | None = None
         self._taken = False
         self.seen = False
         """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
@@ -30,26 +32,60 @@ class LossWatch:
         self.seen = True
         if self._taken:
             self.reset()
-        if not _applies(process_group) or not output.is_floating_point() or not output.numel():
+        if not _applies(process_group) or not output.is_floating_point():
             return
-        flag = _not_finite(local(output.detach())).to(device, non_blocking=True)
-        self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
+        value = output._values() if output.is_sparse else local(output)
+        if not value.numel():
+            return
+        if self._flag is None and self._unseen is None and _can_wait(value, device):
+            self._unseen = value.detach()
+            return
+        self._look(device)
+        self._add(value.detach(), device)
 
-    def take(self) -> Tensor | None:
-        """0-d float32, 1.0 where a loss was not finite; None where the rule does not apply."""
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the step at hand answers for: a flag, 0-d float32 and 1.0 where a loss was not
+        finite, or one loss that the device has yet to look at; neither where nothing applies."""
         self._taken = True
+        return self._flag, self._unseen
+
+    def look(self) -> Tensor | None:
+        """The flag, computed now if it was not yet."""
+        if self._unseen is not None:
+            self._look(self._unseen.device)
         return self._flag
 
+    def _look(self, device: torch.device) -> None:
+        if self._unseen is not None:
+            self._add(self._unseen, device)
+            self._unseen = None
+
+    def _add(self, value: Tensor, device: torch.device) -> None:
+        flag = _not_finite(value).to(device, non_blocking=True)
+        self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
+
     def reset(self) -> None:
-        self._flag = None
+        self._flag = self._unseen = None
         self._taken = False
+
+
+def _can_wait(value: Tensor, device: torch.device) -> bool:
+    """Whether a single loss can be left to the launch that judges the step."""
+    return (
+        value.is_cuda
+        and value.device == device
+        and value.numel() == 1
+        and not torch.compiler.is_compiling()
+        and has_triton()
+    )
 
 
 def _not_finite(value: Tensor) -> Tensor:
     if value.numel() > 1:
         value = torch.linalg.vector_norm(value, torch.inf)
     # x - x is 0 for a finite x and NaN for inf and NaN: two small launches for the whole test.
-    return (value - value).ne_(0).reshape(()).float()
+    flag = (value - value).ne_(0).float()
+    return flag if flag.dim() == 0 else flag.reshape(())
 
 
 def _applies(process_group: Any) -> bool:

@@ -1,8 +1,8 @@
 """Which gradients overflowed: counts of inf and NaN by parameter, for the last skipped step.
 
-Where the host knows of an overflow when it happens, the gradients are counted then and there.
-With a fused optimizer on a GPU it does not: there one small launch per step looks at the flag on
-the device and counts only if it is set, and the counts stay on the device until somebody asks.
+Where the host knows of an overflow when it happens, the gradients are counted then and there. On
+a GPU it does not: there one small launch per step looks at the flag on the device and counts only
+if it is set, and the counts stay on the device until somebody asks.
 """
 
 from __future__ import annotations
@@ -13,31 +13,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlift.torch.grads import local, parameters
+from gradlift.torch.grads import Buckets, Key, local, parameters
+from gradlift.torch.names import Names
+from gradlift.torch.readback import capturing
+from gradlift.torch.tables import is_dense
 
 Report = tuple[tuple[str, int, int], ...]
 
+# Programs of a launch: enough to count quickly, few enough to cost nothing when there is no need.
+_PROGRAMS = 512
+# How many sets of addresses to remember; an allocator hands out the same few again and again.
+_SETS = 32
+
 
 class _Watched:
-    """One optimizer's gradients on one device, and the counts of their last overflow there."""
+    """The gradients of one bucket of an optimizer, and the counts of their last overflow."""
 
-    def __init__(self, grads: list[Tensor], names: list[str]) -> None:
-        from gradlift.torch import tables
+    def __init__(self, key: Key, rows: list[int], grads: list[Tensor]) -> None:
+        from gradlift.torch import step_kernels
 
-        self.table = tables.grad_table(grads)
-        self.addresses = [grad.data_ptr() for grad in grads]
-        self.names = names
-        device = self.table.device
-        self.counts = torch.zeros(len(names), 2, dtype=torch.int32, device=device)
-        self.when = torch.zeros((), dtype=torch.int32, device=device)
+        self.device, dtype = key
+        self.rows = rows
+        chunk = step_kernels.CHUNK
+        numels = torch.tensor([grad.numel() for grad in grads])
+        counts = (numels + chunk - 1) // chunk
+        owner = torch.repeat_interleave(torch.arange(len(grads)), counts)
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(owner)) - first[owner]
+        self.entries = self._send(torch.stack([owner, place], 1).int())
+        self.numels = self._send(numels)
+        self.cells = torch.zeros(len(grads), 2, dtype=torch.int64, device=self.device)
+        self.chunks = len(owner)
+        self._sent: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._captured: list[tuple[Tensor, Tensor]] = []
+        # Pinned memory cannot be had during a capture, so some is kept ready.
+        self._spares = [torch.empty(len(grads), dtype=torch.int64).pin_memory() for _ in range(4)]
+        grid = max(1, min(self.chunks, _PROGRAMS))
+        self.launches = {
+            loss: step_kernels.Launch(
+                step_kernels.judge, grid, 4, (loss, step_kernels.DTYPES[dtype], chunk)
+            )
+            for loss in (True, False)
+        }
 
-    def fits(self, grads: list[Tensor]) -> bool:
-        """Point at ``grads`` where they lie now; False if they are not the same set."""
-        addresses = [grad.data_ptr() for grad in grads]
-        if addresses == self.addresses:
-            return True
-        self.addresses = addresses
-        return self.table.refresh(grads)
+    def _send(self, host: Tensor) -> Tensor:
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def addresses(self, grads: list[Tensor]) -> Tensor | None:
+        """Where ``grads`` lie, int64 on the device; None if they cannot be read by address."""
+        key = tuple([grad.data_ptr() for grad in grads])
+        sent = self._sent.get(key)
+        if sent is not None:
+            return sent[1]
+        if not all(map(is_dense, grads)):
+            return None
+        in_capture = capturing(self.device)
+        if in_capture and not self._spares:
+            return None
+        host = self._spares.pop() if in_capture else torch.empty(len(key), dtype=torch.int64)
+        host.copy_(torch.tensor(key, dtype=torch.int64))
+        host = host if in_capture else host.pin_memory()
+        sent = host, host.to(self.device, non_blocking=True)
+        if in_capture:
+            self._captured.append(sent)  # a replay reads both
+        else:
+            if len(self._sent) == _SETS:
+                del self._sent[next(iter(self._sent))]
+            self._sent[key] = sent
+        return sent[1]
 
 
 class OverflowLog:
@@ -49,7 +92,9 @@ class OverflowLog:
 
     def _forget(self) -> None:
         self._last: Report = ()
-        self._watched: weakref.WeakKeyDictionary[Any, list[_Watched]] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[Any, dict[Key, _Watched]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Count what the optimizer's gradients hold now. Called when they are known to hold an
@@ -61,61 +106,81 @@ class OverflowLog:
                 rows.append((name, int(values.isinf().sum()), int(values.isnan().sum())))
         self._last = tuple(row for row in rows if row[1] or row[2])
 
-    def watch(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, updates: Tensor) -> None:
-        """Let the device count if ``found_inf`` (0-d float32) is set there; nothing is read.
+    def judge(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Buckets,
+        found_inf: dict[torch.device, Tensor],
+        updates: Tensor,
+        loss: Tensor | None,
+    ) -> tuple[bool, Tensor | None]:
+        """Let the device look at the loss, and count if there was an overflow; nothing is read.
 
         Args:
-            optimizer: whose gradients lie on CUDA devices, dense.
-            found_inf: the flag of this step.
-            updates: 0-d int32 on the flag's device, growing: tells the overflows' order.
+            optimizer: whose gradients are in ``buckets``, on CUDA devices.
+            buckets: the gradients as they were checked.
+            found_inf: each device's 0-d float32 flag; set to 1.0 where the loss is not finite.
+            updates: 0-d int32 on the loss's device, growing: tells the overflows' order.
+            loss: one element, floating, on one of the devices; or None.
+
+        Returns:
+            Whether all gradients are being counted, and the loss's own flag: 0-d float32, or None
+            if the loss was not looked at.
         """
-        from gradlift.torch import kernels
-
-        for watched in self._watch_list(optimizer):
-            device = watched.counts.device
-            flag = found_inf.to(device, non_blocking=True)
-            kernels.count_nonfinite(watched.table, flag, watched.counts)
-            if len(self._watched) > 1:
-                now = updates.to(device, non_blocking=True)
-                watched.when.copy_(torch.where(flag > 0, now, watched.when))
-
-    def _watch_list(self, optimizer: torch.optim.Optimizer) -> list[_Watched]:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for param in parameters(optimizer):
-            grad = param.grad
-            if grad is not None:
-                by_device.setdefault(grad.device, []).append(_dense(grad))
-        watched = self._watched.get(optimizer)
-        if watched is None or not _all_fit(watched, by_device):
-            named = list(zip(self.names(optimizer), parameters(optimizer), strict=True))
-            watched = self._watched[optimizer] = [
-                _Watched(
-                    grads,
-                    [n for n, p in named if p.grad is not None and p.grad.device == device],
-                )
-                for device, grads in by_device.items()
-            ]
-        return watched
+        watched = self._watched.setdefault(optimizer, {})
+        bad_loss, complete = None, True
+        for key, grads in buckets.items():
+            device = key[0]
+            bucket = watched.get(key)
+            if bucket is None or bucket.rows != buckets.rows[key]:
+                if device.type != "cuda" or capturing(device):
+                    complete = False
+                    continue
+                bucket = watched[key] = _Watched(key, buckets.rows[key], grads)
+            addresses = bucket.addresses(grads)
+            if addresses is None:
+                complete = False
+                continue
+            flag = found_inf[device]
+            looks = loss is not None and bad_loss is None and loss.device == device
+            bad = torch.empty_like(flag) if looks else flag
+            bucket.launches[looks](
+                bucket.entries,
+                addresses,
+                bucket.numels,
+                flag,
+                loss if looks else flag,
+                bad,
+                updates if updates.device == device else updates.to(device, non_blocking=True),
+                bucket.cells,
+                bucket.chunks,
+            )
+            if looks:
+                bad_loss = bad
+        return complete, bad_loss
 
     def report(self) -> Report:
         """The parameters whose gradients held an inf or a NaN: (name, inf, nan), in order."""
-        if not self._watched:
-            return self._last
-        entries = list(self._watched.values())
-        latest = max(entries, key=lambda parts: max((int(p.when) for p in parts), default=-1))
-        rows = [
-            (name, inf, nan)
-            for part in latest
-            for name, (inf, nan) in zip(part.names, part.counts.tolist(), strict=True)
-            if inf or nan
-        ]
-        return tuple(rows) or self._last
+        from_device = self._from_device() if self._watched else ()
+        return from_device or self._last
+
+    def _from_device(self) -> Report:
+        rows: list[tuple[int, int, str, int, int]] = []
+        for optimizer, buckets in self._watched.items():
+            names = self.names(optimizer)
+            for bucket in buckets.values():
+                for row, cells in zip(bucket.rows, bucket.cells.tolist(), strict=True):
+                    step, inf, nan = _decode(*cells)
+                    if inf or nan:
+                        rows.append((step, row, names[row], inf, nan))
+        latest = max((row[0] for row in rows), default=0)
+        return tuple(row[2:] for row in sorted(rows, key=lambda r: r[1]) if row[0] == latest)
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """A name for each of the optimizer's parameters, in its order: the model's where a model
         is known, the optimizer's own where it was built from named parameters, else its place."""
         model = None if self._model is None else self._model()
-        known = {} if model is None else {id(p): n for n, p in model.named_parameters()}
+        known = {} if model is None else Names(model).of_parameter
         names = []
         for g, group in enumerate(optimizer.param_groups):
             own = group.get("param_names") or []
@@ -132,16 +197,13 @@ class OverflowLog:
         self._forget()
 
 
-def _dense(grad: Tensor) -> Tensor:
-    grad = grad if type(grad) is Tensor else local(grad)
-    return torch.view_as_real(grad) if grad.dtype.is_complex else grad
+def _decode(inf: int, nan: int) -> tuple[int, int, int]:
+    """The step of a row's last overflow, and what it counted then; see ``step_kernels.judge``."""
+    from gradlift.torch.step_kernels import STEP_BIT
 
-
-def _all_fit(watched: list[_Watched], by_device: dict[torch.device, list[Tensor]]) -> bool:
-    if len(watched) != len(by_device):
-        return False
-    pairs = zip(watched, by_device.items(), strict=True)
-    return all(w.counts.device == device and w.fits(grads) for w, (device, grads) in pairs)
+    step = max(inf, nan) >> STEP_BIT
+    inf, nan = (n - (step << STEP_BIT) if n >> STEP_BIT == step else 0 for n in (inf, nan))
+    return step, inf, nan
 
 
 def describe(report: Report, limit: int = 8) -> str:

@@ -27,13 +27,14 @@ class Reactions:
     """Compares the counters with those it saw last, and acts on what is new."""
 
     def __init__(self, max_consecutive_skips: int | None) -> None:
-        valid = isinstance(max_consecutive_skips, int) and max_consecutive_skips > 0
-        if max_consecutive_skips is not None and not valid:
+        limit = max_consecutive_skips
+        valid = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if limit is not None and not valid:
             raise ValueError(
                 "max_consecutive_skips must be a whole number above 0 or None, got "
                 f"{max_consecutive_skips!r}"
             )
-        self._limit = max_consecutive_skips
+        self._limit = limit
         self._said: set[str] = set()
         self.forget()
 

@@ -12,7 +12,6 @@ but it takes nothing on trust from it: every method that computes is written her
 
 from __future__ import annotations
 
-import math
 from collections import abc, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from gradlift.policy import Dynamic, Policy
+from gradlift.policy import Policy
 from gradlift.torch import (
     closures,
     distributed,
@@ -29,10 +28,9 @@ from gradlift.torch import (
     fused,
     grads,
     settings,
-    traced,
 )
 from gradlift.torch.state import Remembering, fresh_optimizer_state
-from gradlift.torch.update import SKIPPED, UPDATES, has_triton, update_
+from gradlift.torch.update import SKIPPED, has_triton, update_
 
 
 class GradScaler(Remembering):
@@ -84,7 +82,7 @@ class GradScaler(Remembering):
         policy: Policy | None = None,
         model: torch.nn.Module | None = None,
         hysteresis: int = settings.HYSTERESIS,
-        consecutive_hysteresis: bool = False,
+        consecutive_hysteresis: bool = settings.CONSECUTIVE_HYSTERESIS,
         min_scale: float = settings.MIN_SCALE,
         max_scale: float = settings.MAX_SCALE,
         on_floor: str | Callable[[Any], object] = settings.ON_FLOOR,
@@ -104,7 +102,7 @@ class GradScaler(Remembering):
             "max_scale": max_scale,
             "on_floor": on_floor,
         }
-        chosen = settings.policy_from(policy, numbers) if enabled else policy or Dynamic()
+        chosen = settings.policy_from(policy, numbers, enabled)
         super().__init__(device, chosen, enabled, model, max_consecutive_skips)
         self._allow_fp16_grads = allow_fp16_grads
         self._clear_grads_on_skip = clear_grads_on_skip
@@ -143,7 +141,7 @@ class GradScaler(Remembering):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
-            buckets = grads.collect(optimizer, allow_fp16)
+            buckets = self._checked = grads.collect(optimizer, allow_fp16)
             return grads.unscale_and_check_(buckets, inv_scale, found_inf)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -172,12 +170,19 @@ class GradScaler(Remembering):
     def _check(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, allow_fp16: bool
     ) -> dict[Any, Any]:
-        bad_loss = self._losses.take()
+        state = self._per_optimizer_states[id(optimizer)]
+        self._checked = None
+        bad_loss, unseen = self._losses.take()
         start = self._zero if bad_loss is None else bad_loss
         flags = self._unscale_grads_(optimizer, inv_scale, start, allow_fp16)
+        if flags and not torch.compiler.is_compiling():
+            looked = self._attribute(optimizer, state, flags, unseen)
+            bad_loss = looked if looked is not None else bad_loss
+            if unseen is not None and looked is None:
+                bad_loss = cast(Tensor, self._losses.look())
+                flags = {d: torch.maximum(f, bad_loss.to(d)) for d, f in flags.items()}
         if self._process_group is not None:
             flags, bad_loss = self._agree(flags, bad_loss)
-        state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = flags
         state["bad_loss"] = bad_loss
         return flags
@@ -220,7 +225,7 @@ class GradScaler(Remembering):
         _check_step_arguments(max_norm, retries, closure)
         if not self._enabled:
             return self._step_disabled(optimizer, closure, max_norm, args, kwargs)
-        if closure is None:  # a closure scales the loss itself, in the very first step too
+        if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._device_state("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -241,12 +246,13 @@ class GradScaler(Remembering):
     ) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
+            state["stepping"] = True
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         self._last_found = self._found(state)
         if max_norm is not None:
-            self._clip_unscaled_(optimizer, max_norm)
+            state["clip"] = self._clip_coefficient(optimizer, max_norm)
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 
     def _maybe_opt_step(
@@ -256,16 +262,17 @@ class GradScaler(Remembering):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        found = self._found(optimizer_state)
-        if not bool(found):  # the one sync of an optimizer that cannot skip by itself
-            return optimizer.step(*args, **kwargs)
-        self._after_skip(optimizer)
-        return None
+        if bool(self._found(optimizer_state)):  # the one sync, where nothing skips by itself
+            self._after_skip(optimizer)
+            return None
+        if "clip" in optimizer_state:
+            grads.multiply_(grads.collect(optimizer, True), optimizer_state["clip"])
+        return optimizer.step(*args, **kwargs)
 
     def _step_fused(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, args: tuple, kwargs: dict
     ) -> Any:
-        if fused.wants_scaler(optimizer):
+        if not torch.compiler.is_compiling() and fused.wants_scaler(optimizer):
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         state = self._per_optimizer_states[id(optimizer)]
         grad_scale = None
@@ -274,17 +281,22 @@ class GradScaler(Remembering):
             grad_scale = self._scale
         found = self._last_found = self._found(state)
         if max_norm is not None:
+            coefficient = self._clip_coefficient(optimizer, max_norm, grad_scale)
             if grad_scale is None:
-                self._clip_unscaled_(optimizer, max_norm)
+                grads.multiply_(grads.collect(optimizer, True), coefficient)
             else:
-                grad_scale = grad_scale / self._clip_coefficient(optimizer, max_norm, grad_scale)
-        self._attribute(optimizer, found)
+                grad_scale = grad_scale / coefficient
         result = fused.step(optimizer, grad_scale, found, args, kwargs)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
         return result
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
+        # Imported here: it needs torch's compiler, which takes seconds to import.
+        from gradlift.torch import traced
+
+        if fused.supports(optimizer) and not traced.is_stock(optimizer):
+            return self._step_fused(optimizer, max_norm, (), {})
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
@@ -294,6 +306,7 @@ class GradScaler(Remembering):
         traced.step(optimizer, found)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
+        return None
 
     def _step_disabled(
         self,
@@ -317,13 +330,28 @@ class GradScaler(Remembering):
         _, rest, rest_kwargs = closures.split(args, kwargs)
         return optimizer.step(clipped, *rest, **rest_kwargs)
 
-    def _attribute(self, optimizer: torch.optim.Optimizer, found: Tensor) -> None:
-        """Have the overflow report filled in, on the device where the host does not know."""
-        if found.device.type == "cpu":
-            if bool(found):
+    def _attribute(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        flags: dict[torch.device, Tensor],
+        unseen: Tensor | None,
+    ) -> Tensor | None:
+        """Fill in the overflow report before anybody clips or clears the gradients, on the
+        device where the host does not know of the overflow; the flag of a loss not seen yet."""
+        device = cast(Tensor, self._scale).device
+        if device.type == "cpu":
+            # Within a plain step() the flag is read there, and nothing comes in between.
+            if not state.get("stepping") and any(bool(flag) for flag in flags.values()):
                 self._overflow.note(optimizer)
-        elif found.device.type == "cuda" and has_triton():
-            self._overflow.watch(optimizer, found, cast(Tensor, self._counts)[UPDATES])
+                state["attributed"] = True
+            return None
+        if self._checked is None or device.type != "cuda" or not has_triton():
+            return None
+        state["attributed"], bad_loss = self._overflow.judge(
+            optimizer, self._checked, flags, self._updates, unseen
+        )
+        return bad_loss
 
     def _found(self, state: dict[str, Any]) -> Tensor:
         device = cast(Tensor, self._scale).device
@@ -332,7 +360,8 @@ class GradScaler(Remembering):
 
     def _after_skip(self, optimizer: torch.optim.Optimizer) -> None:
         """The host knows that this optimizer's step is skipped."""
-        self._overflow.note(optimizer)
+        if not self._per_optimizer_states[id(optimizer)].get("attributed"):
+            self._overflow.note(optimizer)
         if self._clear_grads_on_skip:
             for tensors in grads.collect(optimizer, True).values():
                 torch._foreach_zero_(tensors)
@@ -353,8 +382,7 @@ class GradScaler(Remembering):
     def _clip_unscaled_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         with torch.no_grad():
             coefficient = self._clip_coefficient(optimizer, max_norm)
-            if max_norm != math.inf:
-                grads.multiply_(grads.collect(optimizer, True), coefficient)
+            grads.multiply_(grads.collect(optimizer, True), coefficient)
 
     # Update.
 

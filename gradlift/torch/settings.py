@@ -1,8 +1,7 @@
 """The scaler's numbers as a policy.
 
-Defaults are told apart from the same numbers given by the user by identity, so that ``policy=``
-can refuse numbers beside it; made from strings they are objects of their own, and a signature
-still shows plain numbers.
+Defaults are told apart from the same values given by the user, so that ``policy=`` can refuse
+numbers beside it: each is an object of its own, which still is and shows the plain value.
 """
 
 from __future__ import annotations
@@ -11,25 +10,33 @@ from typing import Any
 
 from gradlift.policy import Dynamic, Policy, Static
 
-INIT_SCALE = float("65536")
-GROWTH_FACTOR = float("2")
-BACKOFF_FACTOR = float("0.5")
-GROWTH_INTERVAL = int("2000")
-HYSTERESIS = 1
-MIN_SCALE = float(repr(2.0**-24))
-MAX_SCALE = float(repr(2.0**127))
-ON_FLOOR = "warn"
 
+def _own(kind: type, value: Any) -> Any:
+    """An instance of ``kind`` that is equal to ``value``, looks like it, and is no other object."""
+    return type("Default", (kind,), {"__repr__": lambda _: repr(value)})(value)
+
+
+INIT_SCALE: float = _own(float, 2.0**16)
+GROWTH_FACTOR: float = _own(float, 2.0)
+BACKOFF_FACTOR: float = _own(float, 0.5)
+GROWTH_INTERVAL: int = _own(int, 2000)
+HYSTERESIS: int = _own(int, 1)
+CONSECUTIVE_HYSTERESIS: bool = _own(int, False)  # nothing can be a bool but True and False
+MIN_SCALE: float = _own(float, 2.0**-24)
+MAX_SCALE: float = _own(float, 2.0**127)
+ON_FLOOR: str = _own(str, "warn")
+
+# Each default beside the plain value that it stands for.
 _DEFAULTS = {
-    "init_scale": INIT_SCALE,
-    "growth_factor": GROWTH_FACTOR,
-    "backoff_factor": BACKOFF_FACTOR,
-    "growth_interval": GROWTH_INTERVAL,
-    "hysteresis": HYSTERESIS,
-    "consecutive_hysteresis": False,
-    "min_scale": MIN_SCALE,
-    "max_scale": MAX_SCALE,
-    "on_floor": ON_FLOOR,
+    "init_scale": (INIT_SCALE, 2.0**16),
+    "growth_factor": (GROWTH_FACTOR, 2.0),
+    "backoff_factor": (BACKOFF_FACTOR, 0.5),
+    "growth_interval": (GROWTH_INTERVAL, 2000),
+    "hysteresis": (HYSTERESIS, 1),
+    "consecutive_hysteresis": (CONSECUTIVE_HYSTERESIS, False),
+    "min_scale": (MIN_SCALE, 2.0**-24),
+    "max_scale": (MAX_SCALE, 2.0**127),
+    "on_floor": (ON_FLOOR, "warn"),
 }
 
 
@@ -37,12 +44,21 @@ class BadFactor(ValueError, AssertionError):
     """A growth or backoff factor that torch's class refuses with an ``AssertionError``."""
 
 
-def policy_from(policy: Policy | None, numbers: dict[str, Any]) -> Policy:
-    """``policy``, or a ``Dynamic`` made of ``numbers``; never both."""
+def policy_from(policy: Policy | None, numbers: dict[str, Any], enabled: bool) -> Policy:
+    """``policy``, or a ``Dynamic`` made of ``numbers``; never both.
+
+    A scaler that is not enabled takes any numbers, as torch's does, and uses none of them.
+    """
     assert numbers.keys() == _DEFAULTS.keys()
-    given = [name for name, value in numbers.items() if value is not _DEFAULTS[name]]
+    given = [name for name, value in numbers.items() if value is not _DEFAULTS[name][0]]
     if policy is None:
-        return _dynamic(dict(numbers), given)
+        plain = {n: v if n in given else _DEFAULTS[n][1] for n, v in numbers.items()}
+        try:
+            return _dynamic(plain, given)
+        except ValueError:
+            if enabled:
+                raise
+            return Dynamic()
     if not isinstance(policy, (Static, Dynamic)):
         raise ValueError(f"policy must be a Static or a Dynamic, got {policy!r}")
     if given:

@@ -18,11 +18,12 @@ from torch.amp.grad_scaler import OptState
 from gradlift.policy import Policy, ScaleState, Static
 from gradlift.torch import checkpoint
 from gradlift.torch.followers import SchedulerClock
+from gradlift.torch.grads import Buckets
 from gradlift.torch.loss import LossWatch
 from gradlift.torch.overflow import OverflowLog, Report
 from gradlift.torch.reactions import Reactions
 from gradlift.torch.readback import Counts
-from gradlift.torch.update import COUNTS, SKIPPED
+from gradlift.torch.update import COUNTS, SKIPPED, UPDATES
 
 
 class Remembering(torch.amp.GradScaler):
@@ -37,6 +38,8 @@ class Remembering(torch.amp.GradScaler):
         max_consecutive_skips: int | None,
     ) -> None:
         super().__init__(device, policy.init_scale, enabled=enabled)
+        if not self._enabled:
+            self._scale = self._growth_tracker = None
         self._policy = policy
         self._overflow = OverflowLog(model)
         self._reactions = Reactions(max_consecutive_skips)
@@ -107,6 +110,7 @@ class Remembering(torch.amp.GradScaler):
         self._last_found: Tensor | None = None
         self._grad_norm: Tensor | None = None
         self._losses = LossWatch()
+        self._checked: Buckets | None = None
         self._readback = Counts()
         self._clocks: WeakKeyDictionary[Any, SchedulerClock] = WeakKeyDictionary()
 
@@ -119,6 +123,7 @@ class Remembering(torch.amp.GradScaler):
         self._hysteresis_tracker = torch.full((), patience, dtype=torch.int32, device=dev)
         self._counts = torch.zeros(COUNTS, dtype=torch.int32, device=dev)
         self._counts[SKIPPED].fill_(self._init_skipped_steps)
+        self._updates = self._counts[UPDATES]
         self._reactions.forget()
         self._zero = torch.zeros((), dtype=torch.float32, device=dev)
         self._one = torch.ones((), dtype=torch.float32, device=dev)
@@ -198,7 +203,7 @@ class Remembering(torch.amp.GradScaler):
             state["_loaded_clocks"] = own["scheduler_flags"]
         blank = object.__new__(type(self))
         blank._forget_device()
-        dropped = {"_zero", "_one", *blank.__dict__}
+        dropped = {"_zero", "_one", "_updates", *blank.__dict__}
         return {name: value for name, value in state.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,14 +13,17 @@ without a new table.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16
 """Bytes one vector load moves; tensors that start elsewhere go to launches of their own."""
+
+BATCH = 2**18
+"""Elements of a batch on the CPU: 1 MiB in float32."""
 
 # Staging tensors kept ready for captures: each list a captured step holds takes one.
 _SPARES = 4
@@ -119,6 +122,17 @@ class Cut(NamedTuple):
         return len(self.entries)
 
 
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a row, in memory order."""
+
+    row: int
+    start: int
+    stop: int
+
+
+Batch: TypeAlias = list[Piece]
+
+
 class Table:
     """Sizes of n tensors on one device, in buckets that one launch each can serve.
 
@@ -131,6 +145,11 @@ class Table:
     def __init__(
         self, numels: Sequence[int], keys: Sequence[Hashable], device: torch.device
     ) -> None:
+        if capturing(device):
+            raise RuntimeError(
+                "the optimizer phase needs new tables, which cannot be sent during the capture of "
+                "a CUDA graph: run one step with the same gradients before the capture"
+            )
         self.host_numels = list(numels)
         self.device = device
         self.buckets: dict[Hashable, list[int]] = {}
@@ -138,6 +157,7 @@ class Table:
             self.buckets.setdefault(key, []).append(row)
         self.numels = torch.tensor(self.host_numels, dtype=torch.int64).to(device)
         self._cuts: dict[int, Cut] = {}
+        self._batches: list[Batch] | None = None
 
     def __len__(self) -> int:
         return len(self.host_numels)
@@ -147,6 +167,30 @@ class Table:
         if size not in self._cuts:
             self._cuts[size] = self._build_cut(size)
         return self._cuts[size]
+
+    def batches(self) -> list[Batch]:
+        """Return pieces in batches that share a bucket and fit a CPU's cache together."""
+        if self._batches is None:
+            self._batches = [b for rows in self._batched_rows() for b in self._build_batches(rows)]
+        return self._batches
+
+    def _batched_rows(self) -> Iterable[list[int]]:
+        return self.buckets.values()
+
+    def _build_batches(self, rows: list[int]) -> Iterator[Batch]:
+        batch: Batch = []
+        room = BATCH
+        for row in rows:
+            numel = self.host_numels[row]
+            for start in range(0, numel, BATCH):
+                stop = min(start + BATCH, numel)
+                if batch and stop - start > room:
+                    yield batch
+                    batch, room = [], BATCH
+                batch.append(Piece(row, start, stop))
+                room -= stop - start
+        if batch:
+            yield batch
 
     def _build_cut(self, size: int) -> Cut:
         order = [row for rows in self.buckets.values() for row in rows]
@@ -180,60 +224,179 @@ class GradTable(Table):
     """A table of gradients and where they lie; see ``grad_table``.
 
     Attributes:
+        grads: The tensors that the addresses point to.
         addresses: int64 ``[n]`` on the device, 0 for a missing gradient.
-        grads: The tensors the addresses point to: the caller's own, or dense copies of those
-            whose elements do not fill one stretch of memory.
+        keys: Dtype and alignment of each.
     """
 
-    def __init__(self, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        dense = [g if g is None or is_dense(g) else g.contiguous() for g in grads]
-        self._keys = [_grad_key(g) for g in dense]
-        numels = [0 if g is None else g.numel() for g in dense]
-        super().__init__(numels, self._keys, device)
+    def __init__(
+        self, grads: list[Tensor | None], addresses: list[int], old: GradTable | None
+    ) -> None:
+        device = next((g.device for g in grads if g is not None), torch.device("cpu"))
+        self.keys = [_grad_key(g, a) for g, a in zip(grads, addresses, strict=True)]
+        numels = [0 if g is None else g.numel() for g in grads]
+        if old is not None and len(old) == len(grads):
+            # Remember those that are missing now, so that gradients which come and go do not
+            # ask for a new table every time.
+            for row, grad in enumerate(grads):
+                if grad is None:
+                    numels[row], self.keys[row] = old.host_numels[row], old.keys[row]
+        super().__init__(numels, self.keys, device)
         self._list = DeviceList(torch.int64, device)
-        self._point(dense)
+        self._point(grads, addresses)
 
-    def refresh(self, grads: Sequence[Tensor | None]) -> bool:
-        """Point at ``grads``; return False, nothing changed, if they do not fit this table."""
+    def fits(self, grads: list[Tensor | None], addresses: list[int]) -> bool:
+        """Whether sizes, dtypes and alignments are those of the table."""
         if len(grads) != len(self):
             return False
-        dense = [g if g is None or is_dense(g) else g.contiguous() for g in grads]
-        if [0 if g is None else g.numel() for g in dense] != self.host_numels:
-            return False
-        if [_grad_key(g) for g in dense] != self._keys:
-            return False
-        self._point(dense)
-        return True
+        present = [g for g in grads if g is not None]
+        numels, keys = self.host_numels, self.keys
+        if len(present) < len(grads):
+            numels = [n for n, g in zip(numels, grads, strict=True) if g is not None]
+            keys = [k for k, g in zip(keys, grads, strict=True) if g is not None]
+        return (
+            all(grad.device == self.device for grad in present[:1])
+            and list(map(Tensor.numel, present)) == numels
+            and [grad.dtype for grad in present] == [key.dtype for key in keys]
+            and (
+                addresses == self.host_addresses
+                or [a % ALIGNMENT == 0 for a in addresses if a] == [key.aligned for key in keys]
+            )
+        )
 
-    def _point(self, dense: list[Tensor | None]) -> None:
-        self.grads = dense
-        self.addresses = self._list.hold([0 if g is None else g.data_ptr() for g in dense])
+    def release(self) -> None:
+        """Let go of the tensors, so that ``zero_grad(set_to_none=True)`` frees their memory.
+
+        Kernels already launched may still read them: they are freed in the order of the stream.
+        """
+        self.grads = []
+
+    def _point(self, grads: list[Tensor | None], addresses: list[int]) -> None:
+        self.grads = grads
+        self.host_addresses = addresses
+        self.addresses = self._list.hold(addresses)
 
 
-_MISSING = GradKey(torch.float32, True)
-_ALIGNED = {t: GradKey(t, True) for t in (torch.float32, torch.float16, torch.bfloat16)}
-
-
-def _grad_key(grad: Tensor | None) -> GradKey:
+def _grad_key(grad: Tensor | None, address: int) -> GradKey:
     if grad is None:
-        return _MISSING
-    if grad.data_ptr() % ALIGNMENT == 0 and grad.dtype in _ALIGNED:
-        return _ALIGNED[grad.dtype]
-    return GradKey(grad.dtype, grad.data_ptr() % ALIGNMENT == 0)
+        return GradKey(torch.float32, True)
+    return GradKey(grad.dtype, address % ALIGNMENT == 0)
 
 
 def grad_table(grads: Sequence[Tensor | None], table: GradTable | None = None) -> GradTable:
     """Return a table of ``grads``, the given one when it fits.
 
-    Call it in every step with the last step's table: when sizes, dtypes and addresses are the
+    Call it in every step with the last step's table, and ``release()`` the table when the step's
+    work is launched, or it keeps the gradients alive: when sizes, dtypes and addresses are the
     same nothing is sent to the device, when only addresses moved one asynchronous copy is.
 
     Args:
         grads: Gradients on one device, float32, float16, bfloat16 or float64, strided, of any
-            alignment. None stands for a missing one.
+            alignment. None stands for a missing one. One whose elements do not fill one stretch
+            of memory is copied into one that does.
         table: The table of the step before.
     """
-    if table is not None and table.refresh(grads):
-        return table
-    device = next((g.device for g in grads if g is not None), torch.device("cpu"))
-    return GradTable(grads, device)
+    dense = list(grads)
+    if not all(map(Tensor.is_contiguous, [g for g in dense if g is not None])):
+        dense = [g if g is None or is_dense(g) else g.contiguous() for g in dense]
+    # Empty tensors lie nowhere, but they are not missing.
+    addresses = [0 if g is None else g.data_ptr() or ALIGNMENT for g in dense]
+    if table is None or not table.fits(dense, addresses):
+        return GradTable(dense, addresses, table)
+    table._point(dense, addresses)
+    return table
+
+
+class Rule(NamedTuple):
+    """Which update a parameter gets, as far as a kernel must know at compile time."""
+
+    kind: Literal["adam", "sgd"]
+    decoupled: bool = False
+    """Adam: weight decay acts on the parameter (AdamW) and not through the gradient."""
+    amsgrad: bool = False
+    momentum: bool = False
+    nesterov: bool = False
+    stochastic: bool = False
+    """Round bfloat16 parameters up or down at random, right on average."""
+
+
+class UpdateKey(NamedTuple):
+    """What the update kernel must know at compile time. ``None``: there is no such tensor."""
+
+    rule: Rule
+    grad: torch.dtype
+    param: torch.dtype
+    state: torch.dtype | None
+    low: torch.dtype | None
+    aligned: bool
+
+
+class Slot(NamedTuple):
+    """The tensors of one parameter, all of its shape and memory order but for ``taken``."""
+
+    param: Tensor
+    """What is updated: the parameter, or its float32 master."""
+    low: Tensor | None = None
+    """The half-precision parameter that follows a master."""
+    first: Tensor | None = None
+    """``exp_avg`` or ``momentum_buffer``."""
+    second: Tensor | None = None
+    """``exp_avg_sq``."""
+    third: Tensor | None = None
+    """``max_exp_avg_sq``."""
+    taken: Tensor | None = None
+    """0-d float32: updates taken, ``step`` in the state of Adam. A skip does not count."""
+
+
+HYPERS = 8
+"""Numbers per param group, float64: lr, sign (-1 to maximize), weight_decay, then for Adam beta1,
+beta2, their logarithms to base 2, eps; for SGD momentum, dampening and zeros."""
+
+
+class UpdateTable(Table):
+    """A table of parameters, their state and their gradients; rows as in ``grads``.
+
+    Attributes:
+        slots: The tensors of each row.
+        kind: Of the rules, the same for all rows.
+        groups: int32 ``[n]``: the param group of each row.
+        pointers: int64 ``[6, n]``: addresses in the order of ``Slot``, 0 where there is none.
+        coefs: float32 ``[n, 16]``: scratch, the numbers each row's update needs.
+        lists: What the plain path keeps with the table.
+    """
+
+    def __init__(
+        self, slots: list[Slot], rules: list[Rule], groups: list[int], grads: GradTable
+    ) -> None:
+        columns = [
+            [0 if t is None else t.data_ptr() for t in column]
+            for column in zip(*slots, strict=True)
+        ]
+        keys = [
+            _update_key(slot, rule, key, addresses)
+            for slot, rule, key, addresses in zip(
+                slots, rules, grads.keys, zip(*columns[:5], strict=True), strict=True
+            )
+        ]
+        super().__init__([slot.param.numel() for slot in slots], keys, grads.device)
+        self.slots = slots
+        self.kind = rules[0].kind
+        self.host_groups = groups
+        self.keys = keys
+        self.groups = torch.tensor(groups, dtype=torch.int32).to(self.device)
+        self.pointers = torch.tensor(columns, dtype=torch.int64).to(self.device)
+        self.lists: Any = None
+        self.coefs = torch.empty((len(slots), 16), dtype=torch.float32, device=self.device)
+
+    def _batched_rows(self) -> Iterable[list[int]]:
+        rows: dict[Hashable, list[int]] = {}
+        for row, (key, group) in enumerate(zip(self.keys, self.host_groups, strict=True)):
+            rows.setdefault((key, group), []).append(row)
+        return rows.values()
+
+
+def _update_key(slot: Slot, rule: Rule, grad: GradKey, addresses: tuple[int, ...]) -> UpdateKey:
+    aligned = grad.aligned and all(address % ALIGNMENT == 0 for address in addresses)
+    state = None if slot.first is None else slot.first.dtype
+    low = None if slot.low is None else slot.low.dtype
+    return UpdateKey(rule, grad.dtype, slot.param.dtype, state, low, aligned)

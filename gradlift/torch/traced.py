@@ -16,6 +16,11 @@ from torch import Tensor
 from gradlift.torch.grads import parameters
 
 
+def is_stock(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is one of torch's own, whose fused implementation torch does not trace."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     """``optimizer.step()`` unless ``found_inf`` (0-d float32) is set, as one traceable piece.
 

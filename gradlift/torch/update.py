@@ -44,7 +44,7 @@ def update_(
     elif device.type == "cpu":
         _update_in_python_(policy, state, counts, found_inf, bad_loss)
     elif device.type in ("cuda", "xpu") and has_triton():
-        _kernel()[(1,)](*state, counts, found_inf, bad_loss, _numbers(policy, device), num_warps=1)
+        _launch()(*state, counts, found_inf, bad_loss, _numbers(policy, device))
     else:
         _update_with_where_(policy, state, counts, found_inf, bad_loss)
 
@@ -118,7 +118,7 @@ def has_triton() -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from gradlift.torch import update_kernel
+def _launch() -> Any:
+    from gradlift.torch import step_kernels
 
-    return update_kernel.rule
+    return step_kernels.Launch(step_kernels.rule, 1, 1, ())

@@ -1,0 +1,77 @@
+"""Where gradients are going: a trend between probes, and the global exponent between them.
+
+Exponents of true gradients are followed, never stored ones, so a change of the exponent is no
+change of the history. Both functions are pure and work on whole numbers of the last steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap: int = 8) -> int:
+    """Bits by which the largest gradient will have grown ``ahead`` steps from the last one.
+
+    The slope is that of the least-squares line through the known points; a gradient that
+    shrinks, or fewer than three known points, gives 0.
+
+    Args:
+        steps: the steps of the last probes, ascending.
+        peaks: floor(log2) of the largest true gradient in each, None where nothing was seen.
+        ahead: steps until the next probe takes effect.
+        cap: the most to return; a line fitted to a jump would promise the sky.
+
+    Example:
+        >>> growth([0, 100, 200], [-10, -9, -8], ahead=200)
+        2
+    """
+    if len(steps) != len(peaks):
+        raise ValueError(f"one peak per step is needed, got {len(peaks)} for {len(steps)}")
+    known = [(s, p) for s, p in zip(steps, peaks, strict=True) if p is not None]
+    if len(known) < 3:
+        return 0
+    # In whole numbers, so that all ranks agree and 2 is never 1.99.
+    count, total_s, total_p = len(known), sum(s for s, _ in known), sum(p for _, p in known)
+    rise = count * sum(s * p for s, p in known) - total_s * total_p
+    run = count * sum(s * s for s, _ in known) - total_s * total_s
+    return max(0, min(rise * ahead // run, cap)) if run else 0
+
+
+def predict(
+    exponent: int,
+    history: Sequence[int | None],
+    *,
+    limit: int,
+    patience: int = 32,
+    slack: int = 3,
+    ahead: int = 4,
+) -> int:
+    """The global exponent of the next step, before anything overflows.
+
+    Lowered at once when exponent plus largest recent gradient comes above ``limit``; raised by
+    one when it has stayed more than ``slack`` below for ``patience`` steps; held otherwise.
+
+    Args:
+        exponent: the exponent of the latest step.
+        history: floor(log2) of the largest true parameter gradient in the latest steps, oldest
+            first; None for a step without one (all zero, or skipped). Keep ``patience`` of them.
+        limit: the most that exponent plus gradient may come to: ``plan.limit(...)`` of the last
+            probe, or the format's largest exponent less the headroom.
+        patience: steps that must agree before the exponent rises.
+        slack: bits that are left unused rather than chased.
+        ahead: steps by which a rising trend is carried on, for ``slack`` bits at most.
+
+    Example:
+        >>> predict(12, [-2, -1, 2], limit=12)
+        10
+    """
+    recent = history[-patience:]
+    known = [peak for peak in recent if peak is not None]
+    if not known:
+        return exponent
+    # Fewer steps than these show noise, not a trend.
+    trend = growth(range(len(recent)), recent, ahead, cap=slack) if len(known) >= 8 else 0
+    top = limit - max(known) - trend
+    if exponent > top:
+        return top
+    return exponent + (len(known) >= patience and exponent + slack < top)

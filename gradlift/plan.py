@@ -1,0 +1,275 @@
+"""From what a probe saw to an exponent for every component of the graph.
+
+The planner is pure: histograms, a graph and the last plan go in, a frozen plan comes out, the
+same for the same input on every rank. In pseudo-code; ``choose`` below has the same shape::
+
+    each component:  high = format's largest exponent - headroom - largest gradient
+                     low  = format's smallest exponent - smallest gradient that must be kept
+                     out of sight below: raise towards high, ask for another probe
+                     out of sight above: lower, ask for another probe
+    exponents:       the last ones, while they lie in their intervals and little would be gained;
+                     otherwise those with the fewest active cuts, see ``potential``
+
+What it gave up: a component's histogram does not tell its tensors apart, so a small tensor can
+hide its losses behind a large one; and only the largest parameter gradient is known, so a
+parameter whose own gradient is flushed goes unseen while the activations around it are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradlift.bounds import ANY, NOT_FINITE, Bounds, judge, third
+from gradlift.forecast import growth, predict
+from gradlift.formats import Format, get
+from gradlift.histogram import BINS, Histogram
+from gradlift.planned import ActiveCut, Plan, Planned, active_cuts
+from gradlift.potential import (
+    MAX_EXPONENT,
+    Component,
+    Cut,
+    Graph,
+    Interval,
+    fewest_cuts,
+    meet,
+)
+
+__all__ = [
+    "BINS",
+    "ActiveCut",
+    "Component",
+    "Cut",
+    "Graph",
+    "Histogram",
+    "Interval",
+    "Plan",
+    "Planned",
+    "choose",
+    "growth",
+    "predict",
+]
+
+
+def choose(
+    graph: Graph,
+    histograms: Sequence[Histogram | None],
+    *,
+    format: str | Format = "float16",
+    tolerance: float = 1e-3,
+    headroom: int = 3,
+    last: Plan | None = None,
+    forecast: Sequence[int] | None = None,
+) -> Plan:
+    """An exponent for every component.
+
+    The last plan's exponents stay while each lies in its interval, no region of them could rise
+    by more than ``headroom`` + 1 bits, and no cut could be saved with a bit to spare on both
+    sides. A probe whose loss was not finite says nothing: do not plan from it.
+
+    Args:
+        graph: components and cuts.
+        histograms: what the probe saw of each component, in the graph's order; None where
+            nothing was recorded, which leaves the last plan's interval in force.
+        format: the format gradients are stored in, where the component does not say otherwise.
+        tolerance: fraction of the non-zero elements of a component that may be flushed.
+        headroom: bits to keep free above the largest gradient seen.
+        last: the plan in force; its components are recognised by their modules.
+        forecast: bits by which each component's largest gradient is expected to grow until the
+            next plan, from ``growth``.
+    """
+    count = len(graph.components)
+    _check(count, histograms, tolerance, headroom, forecast)
+    format = get(format)
+    formats = [get(c.format or format) for c in graph.components]
+    before = _before(graph, last)
+    spread = _spread(graph, histograms)
+    grown = forecast or [0] * count
+    found = [
+        _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
+        for i in range(count)
+    ]
+    usable = [bounds.interval.usable for bounds in found]
+    exponents = _settle(graph, usable, before, headroom)
+    planned = tuple(
+        _outcome(graph.components[i], formats[i], found[i], exponents[i], histograms[i], before[i])
+        for i in range(count)
+    )
+    cuts = active_cuts(graph, usable, exponents)
+    return Plan(format.name, graph.loss, planned, cuts, _reasons(planned, found))
+
+
+def _check(
+    count: int,
+    histograms: Sequence[Histogram | None],
+    tolerance: float,
+    headroom: int,
+    forecast: Sequence[int] | None,
+) -> None:
+    if len(histograms) != count:
+        raise ValueError(f"{count} components need as many histograms, got {len(histograms)}")
+    if forecast is not None and len(forecast) != count:
+        raise ValueError(f"{count} components need as many forecasts, got {len(forecast)}")
+    if not 0.0 <= tolerance < 1.0:
+        raise ValueError(f"tolerance is a fraction from 0 to below 1, got {tolerance!r}")
+    if isinstance(headroom, bool) or not isinstance(headroom, int) or not 0 <= headroom <= 15:
+        raise ValueError(f"headroom is a whole number of bits from 0 to 15, got {headroom!r}")
+
+
+def _before(graph: Graph, last: Plan | None) -> list[Planned | None]:
+    """Each component in the last plan, by its modules where those are unique."""
+    known = last.components if last else ()
+    if tuple(c.modules for c in known) == tuple(c.modules for c in graph.components):
+        return list(known)
+    names = Counter(c.modules for c in known)
+    by_name = {c.modules: c for c in known if names[c.modules] == 1}
+    return [by_name.get(c.modules) for c in graph.components]
+
+
+def _spread(graph: Graph, histograms: Sequence[Histogram | None]) -> set[int]:
+    """Components whose inf and NaN came in through a cut, from nearer to the loss."""
+    bad = {i for i, histogram in enumerate(histograms) if histogram and histogram.nonfinite}
+    return {
+        cut.upstream
+        for cut in graph.cuts
+        if cut.downstream in bad and cut.upstream in bad and cut.downstream != cut.upstream
+    }
+
+
+def _bounds(
+    histogram: Histogram | None,
+    format: Format,
+    before: Planned | None,
+    spread: bool,
+    tolerance: float,
+    headroom: int,
+    growth: int,
+) -> Bounds:
+    """What a component allows; what was seen of one that took in an inf says nothing."""
+    if histogram is None or (spread and before):
+        return Bounds(before.interval, dead=before.dead) if before else Bounds(ANY)
+    return judge(
+        replace(histogram, nonfinite=0) if spread else histogram,
+        format,
+        tolerance=tolerance,
+        headroom=headroom,
+        growth=growth + (math.ceil(before.excess) if before and not histogram.nonfinite else 0),
+        dead=before.dead if before else 0,
+        zeros=before.zeros if before else None,
+    )
+
+
+def _settle(
+    graph: Graph, usable: Sequence[Interval], before: Sequence[Planned | None], headroom: int
+) -> list[int]:
+    """The last exponents where they will do, otherwise new ones near them."""
+    wishes = [_wish(interval, headroom) for interval in usable]
+    cheapest = fewest_cuts(graph, usable, wishes)
+    kept = [planned.exponent for planned in before if planned]
+    if len(kept) == len(before) and _holds(graph, usable, kept, headroom):
+        cost = len(graph.active(kept))
+        # A cut that could just be spared today would be back tomorrow.
+        if len(graph.active(cheapest)) >= cost:
+            return kept
+        if len(graph.active(fewest_cuts(graph, [_narrowed(i) for i in usable]))) >= cost:
+            return kept
+    settled = list(cheapest)
+    for region in graph.regions(cheapest):
+        common, base = _common(usable, cheapest, region), cheapest[region[0]]
+        last = [planned.exponent for i in region if (planned := before[i])]
+        chosen = _pick(common, headroom, last)
+        for i in region:
+            settled[i] = chosen + cheapest[i] - base
+    return settled
+
+
+def _holds(graph: Graph, usable: Sequence[Interval], kept: Sequence[int], headroom: int) -> bool:
+    """Whether exponents obey pins and intervals, with no region far below where it could be."""
+    pinned, loss = graph.pinned, kept[graph.loss]
+    if any(kept[i] != loss + offset for i, offset in pinned.items()):
+        return False
+    if loss not in meet(usable[i].shifted(-offset) for i, offset in pinned.items()):
+        return False
+    if any(kept[i] not in usable[i] for i in range(len(kept)) if i not in pinned):
+        return False
+    return all(
+        _pick(_common(usable, kept, region), headroom, [kept[region[0]]]) == kept[region[0]]
+        for region in graph.regions(kept)
+    )
+
+
+def _common(
+    usable: Sequence[Interval], exponents: Sequence[int], region: Sequence[int]
+) -> Interval:
+    """What a region allows its first component, if the others keep their distance from it."""
+    base = exponents[region[0]]
+    return meet(usable[i].shifted(base - exponents[i]) for i in region)
+
+
+def _pick(common: Interval, headroom: int, last: Sequence[int]) -> int:
+    """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
+    wish = _wish(common, headroom)
+    best = min(max(0, common.low), common.high) if wish is None else wish
+    good = [e for e in last if e in common and best - e <= headroom + 1]
+    return max(good, default=best)
+
+
+def _wish(interval: Interval, headroom: int) -> int | None:
+    """The best exponent: near the top, where few values are subnormal, with ``headroom`` bits
+    more to spare where there is room on both sides; None where gradients set no upper end."""
+    if interval.high == MAX_EXPONENT:
+        return None
+    return interval.high - min(headroom, (interval.high - interval.low) // 2)
+
+
+def _narrowed(interval: Interval) -> Interval:
+    """With a bit to spare on both sides, where it has that many."""
+    return (
+        Interval(interval.low + 1, interval.high - 1)
+        if interval.high - interval.low > 1
+        else interval
+    )
+
+
+def _outcome(
+    component: Component,
+    format: Format,
+    bounds: Bounds,
+    exponent: int,
+    histogram: Histogram | None,
+    before: Planned | None,
+) -> Planned:
+    if histogram is None:
+        lost, zeros = 0.0, before.zeros if before else None
+    else:
+        flushed = histogram.below(format.min_subnormal - exponent)
+        lost, zeros = flushed / max(histogram.nonzero, 1), histogram.zero_fraction
+    excess = _excess(bounds, format, histogram, before)
+    return Planned(component.modules, exponent, bounds.interval, lost, zeros, bounds.dead, excess)
+
+
+def _excess(
+    bounds: Bounds, format: Format, histogram: Histogram | None, before: Planned | None
+) -> float:
+    """Bits to keep free for what is larger than anything in sight; a clean look takes 1/8 off."""
+    if before is None:
+        return 0.0
+    if bounds.unseen == NOT_FINITE and before.interval.high < MAX_EXPONENT:
+        surprise = max(0, before.interval.high - bounds.interval.high)
+        return min(before.excess + surprise, float(third(format)))
+    looked = histogram is not None and not histogram.nonfinite
+    return max(0.0, before.excess - 0.125 * looked)
+
+
+def _reasons(planned: Sequence[Planned], found: Sequence[Bounds]) -> tuple[str, ...]:
+    """One sentence for each kind of thing that was out of sight."""
+    names: dict[str, list[str]] = {}
+    for component, bounds in zip(planned, found, strict=True):
+        if bounds.helps(component.exponent):
+            names.setdefault(bounds.unseen, []).append(component.name)
+    return tuple(
+        f"{who[0]}{f' and {len(who) - 1} more' if len(who) > 1 else ''}: {unseen}"
+        for unseen, who in names.items()
+    )
