@@ -11,11 +11,11 @@ from trainer_cases import (
     STEPS,
     Run,
     die,
-    digits,
     fresh_scaler,
     net,
     optimizer_for,
     overflow,
+    patterns,
     plain_loop,
     run_until_killed,
     scheduler_for,
@@ -58,7 +58,7 @@ def with_stock_scaler(accelerator, device="cpu"):
 
 def batch_of(step, device="cpu"):
     start = step * BATCH % (6 * BATCH)
-    return [part[start : start + BATCH].to(device) for part in digits()]
+    return [part[start : start + BATCH].to(device) for part in patterns()]
 
 
 def fit(
@@ -290,7 +290,7 @@ def test_lbfgs():
     model = net()
     lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=3)
     model, optimizer = accelerator.prepare(model, lbfgs)
-    inputs, targets = digits()
+    inputs, targets = patterns()
     losses = []
 
     def closure():

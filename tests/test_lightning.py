@@ -14,11 +14,11 @@ from trainer_cases import (
     STEPS,
     Run,
     die,
-    digits,
     fresh_scaler,
     net,
     optimizer_for,
     overflow,
+    patterns,
     plain_loop,
     run_until_killed,
     scheduler_for,
@@ -48,7 +48,7 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-class Digits(pl.LightningModule):
+class Patterns(pl.LightningModule):
     """The shared task, its average of the weights, and a note of what happened."""
 
     def __init__(self, fused=False, optimizer=optimizer_for):
@@ -84,11 +84,11 @@ class Digits(pl.LightningModule):
 def batch_of(step, device):
     """Lightning does not go back to the place in a DataLoader where a checkpoint was saved."""
     start = step * BATCH % (6 * BATCH)
-    return [part[start : start + BATCH].to(device) for part in digits()]
+    return [part[start : start + BATCH].to(device) for part in patterns()]
 
 
 def loader():
-    inputs, targets = digits()
+    inputs, targets = patterns()
     dataset = torch.utils.data.TensorDataset(inputs, targets)
     return torch.utils.data.DataLoader(dataset, batch_size=BATCH)
 
@@ -112,7 +112,7 @@ def trainer_with(plugin, folder=None, device="cpu", **kwargs):
 
 
 def fit(folder=None, ckpt_path=None, kill_at=None, fused=False, plugin=None, **kwargs):
-    model = Digits(fused)
+    model = Patterns(fused)
     model.kill_at = kill_at
     plugin = plugin or GradLiftPrecision(fresh_scaler())
     trainer = trainer_with(plugin, folder, **kwargs)
@@ -183,7 +183,7 @@ def test_stock_refuses_lbfgs_and_gradlift_trains_with_it():
         return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
     def losses(plugin, **kwargs):
-        model = Digits(optimizer=lbfgs)
+        model = Patterns(optimizer=lbfgs)
         before = loss_of(model)
         trainer = trainer_with(plugin, max_steps=6, **kwargs)
         trainer.fit(model, loader())
@@ -199,7 +199,7 @@ def test_stock_refuses_lbfgs_and_gradlift_trains_with_it():
 
 
 def loss_of(model):
-    inputs, targets = digits()
+    inputs, targets = patterns()
     with torch.no_grad():
         return nn.functional.cross_entropy(model.net(inputs), targets).item()
 
@@ -251,7 +251,7 @@ def test_an_update_after_each_optimizer_does_not_change_the_others_gradients(plu
 def test_manual_clipping_clips_the_true_gradient():
     """``self.clip_gradients`` before ``step`` in manual optimization; stock clips scaled ones."""
 
-    class Manual(Digits):
+    class Manual(Patterns):
         def __init__(self):
             super().__init__()
             self.automatic_optimization = False
@@ -325,7 +325,7 @@ def test_the_module_is_left_as_it_was():
     model, _ = fit(max_steps=2)
     assert "lr_scheduler_step" not in vars(model)
     with pytest.raises(ZeroDivisionError):
-        fit_failing(model := Digits())
+        fit_failing(model := Patterns())
     assert "lr_scheduler_step" not in vars(model)
 
 
@@ -344,7 +344,7 @@ def test_ddp_with_one_process():
 
 
 def fabric_loop(fabric, plugin, fused=False, max_norm=None, first=0, last=STEPS, state=None):
-    inputs, targets = digits()
+    inputs, targets = patterns()
     model, ema = net(), net()
     optimizer = optimizer_for(model, fused)
     scheduler = scheduler_for(optimizer)
@@ -430,7 +430,7 @@ def test_fabric_stock_refuses_to_clip_with_a_fused_optimizer():
     stock = Stock("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     fabric = fabric_with(stock)
     model, optimizer = fabric.setup(model, optimizer_for(model, True))
-    fabric.backward(model(digits()[0]).sum())
+    fabric.backward(model(patterns()[0]).sum())
     with pytest.raises(NotImplementedError, match="not implemented for optimizers handling"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
@@ -449,7 +449,7 @@ def test_fabric_lbfgs_and_a_scaler_made_for_several_models():
     optimizer = torch.optim.LBFGS(parameters, lr=0.2, max_iter=3)
     body, head = fabric.setup_module(body), fabric.setup_module(head)
     optimizer = fabric.setup_optimizers(optimizer)
-    inputs, targets = digits()
+    inputs, targets = patterns()
     losses = []
 
     def closure():

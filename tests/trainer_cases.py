@@ -20,6 +20,8 @@ from gradlift.torch import GradScaler
 
 torch.set_num_threads(1)  # sums split over threads differ in their last bits
 
+ENVIRONMENT = dict(os.environ)  # before any trainer writes ranks and addresses into it
+
 STEPS = 18
 OVERFLOW_AT = frozenset({1, 8, 13})
 KILL_AT = 11
@@ -34,14 +36,13 @@ def net(seed=0):
 
 
 @functools.cache
-def digits(batches=6):
-    """Whole batches of scikit-learn's digits: float32 (n, 64) in [0, 1] and int64 (n,)."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    n = batches * BATCH
-    inputs = torch.tensor(data.data[:n], dtype=torch.float32) / 16
-    return inputs, torch.tensor(data.target[:n])
+def patterns(batches=6):
+    """Ten blurred patterns to tell apart: float32 (n, 64) and int64 (n,), whole batches."""
+    random = torch.Generator().manual_seed(0)
+    centres = torch.rand(10, 64, generator=random)
+    targets = torch.arange(batches * BATCH) % 10
+    noise = torch.randn(len(targets), 64, generator=random)
+    return centres[targets] + 0.5 * noise, targets
 
 
 def overflow(output, step):
@@ -86,7 +87,7 @@ class Run:
 
 def plain_loop(fused=False, max_norm=None, accumulate=1, steps=STEPS):
     """The reference: torch's own scaler in a loop that looks at every step by hand."""
-    inputs, targets = digits()
+    inputs, targets = patterns()
     model, ema = net(), net()
     optimizer = optimizer_for(model, fused)
     scheduler = scheduler_for(optimizer)
@@ -128,7 +129,7 @@ def run_until_killed(module, function, folder):
     result = subprocess.run(
         [sys.executable, str(here), module, function, str(folder)],
         cwd=here.parent.parent,
-        env={**os.environ, "PYTHONPATH": f"{here.parent.parent}:{here.parent}"},
+        env={**ENVIRONMENT, "PYTHONPATH": f"{here.parent.parent}:{here.parent}"},
         capture_output=True,
         text=True,
         timeout=300,
