@@ -1,6 +1,7 @@
 """gradlift in Lightning's Trainer and Fabric, on the CPU with real float16 autocast."""
 
 import logging
+import os
 import warnings
 
 import pytest
@@ -334,6 +335,17 @@ def fit_failing(model):
     trainer_with(GradLiftPrecision(fresh_scaler())).fit(model, loader())
 
 
+@pytest.fixture
+def _alone_again():
+    """Lightning leaves its process group, and its ranks in the environment."""
+    before = dict(os.environ)
+    yield
+    torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("_alone_again")
 def test_ddp_with_one_process():
     run_of(*fit(strategy="ddp", use_distributed_sampler=False, max_steps=4)).check_equals(
         plain_loop(steps=4)
