@@ -337,9 +337,10 @@ def fit_failing(model):
 
 @pytest.fixture
 def _alone_again():
-    """Lightning leaves its process group, and its ranks in the environment."""
+    """Lightning leaves its process group, its ranks in the environment, and more threads."""
     before = dict(os.environ)
     yield
+    torch.set_num_threads(1)
     torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
