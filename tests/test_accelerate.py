@@ -1,11 +1,16 @@
 """gradlift in Accelerate, on the CPU with real float16 autocast."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from trainer_cases import (
     BATCH,
     DECAY,
+    ENVIRONMENT,
     KILL_AT,
     OVERFLOW_AT,
     STEPS,
@@ -29,6 +34,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from gradlift.integrations.accelerate import prepare_scaler
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -361,3 +368,84 @@ def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
         optimizer.zero_grad()
         said.append(bool(optimizer.step_was_skipped))
     assert said == [False, True, False, False]
+
+
+def start(function, folder, ranks):
+    """``function(folder, kill_at)`` of this file on several ranks, each its own process."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = str(Path(__file__).parent / "trainer_cases.py")
+    result = subprocess.run(
+        [sys.executable, *launcher, script, "test_accelerate", function, str(folder)],
+        cwd=ROOT,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def one_of_two_ranks(folder, kill_at):
+    """Rank 1 overflows in step 1; its ranks' scales and skips, and whether weights agree."""
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    scaler = prepare_scaler(accelerator, fresh_scaler()).scaler
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
+    said = []
+    for step in range(3):
+        inputs, targets = batch_of(2 * step + accelerator.process_index)
+        output = model(inputs)
+        if step == 1 and accelerator.process_index == 1:
+            output.register_hook(lambda grad: grad * float("inf"))
+        accelerator.backward(nn.functional.cross_entropy(output, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(optimizer.step_was_skipped)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = accelerator.gather(weights[None])
+    assert torch.equal(both[0], both[1])
+    print(f"rank {accelerator.process_index}: {said} {scaler.get_scale()}\n", flush=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
+def test_two_ranks_decide_alike(tmp_path):
+    text = start("one_of_two_ranks", tmp_path, 2)
+    for rank in (0, 1):
+        assert f"rank {rank}: [False, True, False] 512.0" in text
+
+
+def fsdp2(folder, kill_at):
+    """Accelerate's FSDP2: six steps, and the same from a state saved after three."""
+    whole, scaler = fsdp2_loop(folder, 0, 6)
+    resumed, other = fsdp2_loop(folder, 3, 6)
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+    assert scaler.state_dict() == other.state_dict()
+    print(f"skipped {scaler.skipped_steps}", flush=True)
+
+
+def fsdp2_loop(folder, first, last):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(mixed_precision="fp16", fsdp_plugin=plugin)
+    scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=4)
+    prepare_scaler(accelerator, scaler)
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
+    if first:
+        accelerator.load_state(folder / "half")
+    for step in range(first, last):
+        inputs, targets = batch_of(step, "cuda")
+        loss = nn.functional.cross_entropy(overflow(model(inputs), step), targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not first and step == 2:
+            accelerator.save_state(folder / "half")
+    return model, scaler
+
+
+@pytest.mark.gpu
+def test_gpu_fsdp2_resumes(tmp_path):
+    assert "skipped 1" in start("fsdp2", tmp_path, 1)

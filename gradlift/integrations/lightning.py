@@ -177,7 +177,12 @@ class _Scaling:
             )
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.scaler._clip_unscaled_(optimizer, float(clip_val))
+        parameters = [p for p in self.main_params(optimizer) if p.grad is not None]  # type: ignore[attr-defined]
+        if any(hasattr(p.grad, "full_tensor") for p in parameters):  # shards: torch knows the whole
+            norm = torch.nn.utils.clip_grad_norm_(parameters, float(clip_val))
+            self.scaler._grad_norm = norm.full_tensor().float()  # type: ignore[attr-defined]
+        else:
+            self.scaler._clip_unscaled_(optimizer, float(clip_val))
 
     # Step.
 
