@@ -162,9 +162,9 @@ class AdaptiveGradScaler(GradScaler):
         if torch.compiler.is_compiling():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         with torch.no_grad():
-            buckets = self._checked = grads.collect(optimizer, allow_fp16)
-            self._note_largest(buckets)
-            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+            self._checked = grads.collect_rows(optimizer, allow_fp16)
+            self._note_largest(self._checked[0])
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
