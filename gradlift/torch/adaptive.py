@@ -30,7 +30,7 @@ from gradlift.policy import Dynamic
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
 from gradlift.torch.probe import Probe
-from gradlift.torch.readback import InFlight
+from gradlift.torch.readback import InFlight, capturing
 from gradlift.torch.scaler import GradScaler
 
 # Steps between a step and what is made of it.
@@ -186,6 +186,9 @@ class AdaptiveGradScaler(GradScaler):
             return
         row = self._row()
         super().update(new_scale)
+        if capturing(row.device):
+            # A replayed step takes the plan and the exponents that it was captured with.
+            return
         probe = self._engine.take()
         if probe is not None and self._process_group is not None:
             _sum_over_ranks(probe, self._process_group)
