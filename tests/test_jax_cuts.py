@@ -186,7 +186,7 @@ def random_program(seed):
 
 def test_random_programs_with_random_exponents_are_exact():
     separated = 0
-    for seed in range(10):
+    for seed in range(6):
         fun, ws = random_program(seed), matrices(3)
         run = layerwise(fun)
         count = len(run.trace(ws, X).graph.components)
@@ -197,7 +197,7 @@ def test_random_programs_with_random_exponents_are_exact():
         # Sums in another order than JAX's, for an argument with several uses.
         for a, b in zip(zero.grads, jax.grad(fun)(ws, X), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    assert separated >= 5
+    assert separated >= 3
 
 
 def test_components_of_a_chain_run_from_the_loss():

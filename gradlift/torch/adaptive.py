@@ -22,7 +22,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 
 from gradlift.formats import get
 from gradlift.pilot import Pilot, Record, Survey
@@ -31,7 +30,7 @@ from gradlift.policy import Dynamic
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
 from gradlift.torch.probe import Probe
-from gradlift.torch.readback import InFlight
+from gradlift.torch.readback import InFlight, capturing
 from gradlift.torch.scaler import GradScaler
 
 # Steps between a step and what is made of it.
@@ -162,15 +161,14 @@ class AdaptiveGradScaler(GradScaler):
         if torch.compiler.is_compiling():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         with torch.no_grad():
-            buckets = self._checked = grads.collect(optimizer, allow_fp16)
-            self._note_largest(buckets)
-            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+            self._checked = grads.collect_rows(optimizer, allow_fp16)
+            self._note_largest(self._checked[0])
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
-    def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            with torch.no_grad():
-                self._note_largest(grads.collect(optimizer, True))
-        super()._step_fast(optimizer, max_norm)
+    _wants_amax = True
+
+    def _note_amax(self, amax: Tensor) -> None:
+        self._amaxes.append(amax.amax())
 
     def _note_largest(self, buckets: grads.Buckets) -> None:
         """Keeps the largest magnitude among the gradients, still scaled: 0-d, on the device."""
@@ -188,6 +186,9 @@ class AdaptiveGradScaler(GradScaler):
             return
         row = self._row()
         super().update(new_scale)
+        if capturing(row.device):
+            # A replayed step takes the plan and the exponents that it was captured with.
+            return
         probe = self._engine.take()
         if probe is not None and self._process_group is not None:
             _sum_over_ranks(probe, self._process_group)

@@ -316,8 +316,10 @@ class GradScaler(Remembering):
                 bad_loss = self._losses.look()
             state["bad_loss"] = bad_loss
             found = (self._zero if bad_loss is None else bad_loss).clone()
-        needs_amax = scale.device.type != "cpu"
-        norm = phase.measure(scale, found, amax=needs_amax).norm
+        measured = phase.measure(scale, found, amax=self._wants_amax)
+        if measured.amax is not None and state["stage"] is OptState.READY:
+            self._note_amax(measured.amax)
+        norm = measured.norm
         if self._process_group is not None:
             found, state["bad_loss"] = distributed.agree(
                 found, state["bad_loss"], self._process_group
@@ -328,6 +330,12 @@ class GradScaler(Remembering):
         phase.update(scale, found, norm, max_norm)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
+
+    # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
+    _wants_amax = False
+
+    def _note_amax(self, amax: Tensor) -> None:
+        """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
         # Imported here: it needs torch's compiler, which takes seconds to import.
