@@ -1,16 +1,11 @@
 """gradlift in Accelerate, on the CPU with real float16 autocast."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from trainer_cases import (
     BATCH,
     DECAY,
-    ENVIRONMENT,
     KILL_AT,
     OVERFLOW_AT,
     STEPS,
@@ -24,6 +19,7 @@ from trainer_cases import (
     plain_loop,
     run_until_killed,
     scheduler_for,
+    start_ranks,
 )
 
 from gradlift import Dynamic, Static
@@ -34,8 +30,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from gradlift.integrations.accelerate import prepare_scaler
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +192,22 @@ def test_stock_refuses_to_clip_in_every_micro_step():
     prepare_scaler(accelerator, fresh_scaler())
     half, whole = clip_twice(accelerator)
     assert whole == pytest.approx(2 * half, rel=1e-3)
+
+
+def test_gradients_that_accumulate_are_not_unscaled():
+    accelerator = fp16(gradient_accumulation_steps=2)
+    prepare_scaler(accelerator, fresh_scaler())
+    model, optimizer = accelerator.prepare(part := nn.Linear(4, 1), optimizer_for(part))
+    for scale in (2.0**10, 1.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            accelerator.unscale_gradients()
+            accelerator.unscale_gradients()  # again: no mistake
+            grad = model.weight.grad
+            whole = 2.0 if accelerator.sync_gradients else 1.0
+            torch.testing.assert_close(grad, torch.full((1, 4), whole * scale), rtol=0, atol=0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_stock_gives_no_scaler_on_the_cpu():
@@ -370,34 +380,21 @@ def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
     assert said == [False, True, False, False]
 
 
-def start(function, folder, ranks):
-    """``function(folder, kill_at)`` of this file on several ranks, each its own process."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = str(Path(__file__).parent / "trainer_cases.py")
-    result = subprocess.run(
-        [sys.executable, *launcher, script, "test_accelerate", function, str(folder)],
-        cwd=ROOT,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 def one_of_two_ranks(folder, kill_at):
-    """Rank 1 overflows in step 1; its ranks' scales and skips, and whether weights agree."""
+    """Rank 1 overflows in step 1, and has a loss of NaN in step 2, which no scale can help."""
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
     scaler = prepare_scaler(accelerator, fresh_scaler()).scaler
     model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
     said = []
-    for step in range(3):
+    for step in range(4):
         inputs, targets = batch_of(2 * step + accelerator.process_index)
         output = model(inputs)
         if step == 1 and accelerator.process_index == 1:
             output.register_hook(lambda grad: grad * float("inf"))
-        accelerator.backward(nn.functional.cross_entropy(output, targets))
+        loss = nn.functional.cross_entropy(output, targets)
+        if step == 2 and accelerator.process_index == 1:
+            loss = loss * float("nan")
+        accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         said.append(optimizer.step_was_skipped)
@@ -409,9 +406,9 @@ def one_of_two_ranks(folder, kill_at):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
 def test_two_ranks_decide_alike(tmp_path):
-    text = start("one_of_two_ranks", tmp_path, 2)
+    text = start_ranks("test_accelerate", "one_of_two_ranks", tmp_path, 2)
     for rank in (0, 1):
-        assert f"rank {rank}: [False, True, False] 512.0" in text
+        assert f"rank {rank}: [False, True, True, False] 512.0" in text
 
 
 def fsdp2(folder, kill_at):
@@ -448,4 +445,4 @@ def fsdp2_loop(folder, first, last):
 
 @pytest.mark.gpu
 def test_gpu_fsdp2_resumes(tmp_path):
-    assert "skipped 1" in start("fsdp2", tmp_path, 1)
+    assert "skipped 1" in start_ranks("test_accelerate", "fsdp2", tmp_path, 1)

@@ -23,6 +23,7 @@ from trainer_cases import (
     plain_loop,
     run_until_killed,
     scheduler_for,
+    start_ranks,
 )
 
 from gradlift import Dynamic, Static
@@ -351,6 +352,34 @@ def test_ddp_with_one_process():
     run_of(*fit(strategy="ddp", use_distributed_sampler=False, max_steps=4)).check_equals(
         plain_loop(steps=4)
     )
+
+
+def one_shard(folder, kill_at):
+    """Clip gradients that two ranks share under FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    model = net()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    optimizer = optimizer_for(model)
+    plugin = GradLiftPrecision(fresh_scaler())
+    inputs, targets = batch_of(0, "cpu")
+    plugin.backward(nn.functional.cross_entropy(model(inputs), targets), model)
+    plugin.clip_gradients(optimizer, 0.01)
+    whole = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    print(f"before {plugin.scaler.grad_norm:.4f} after {whole.norm():.4f}\n", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
+def test_shards_are_clipped_by_the_norm_of_the_whole(tmp_path):
+    alone = net()
+    inputs, targets = batch_of(0, "cpu")
+    nn.functional.cross_entropy(alone(inputs), targets).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()])
+    text = start_ranks("test_lightning", "one_shard", tmp_path, 2)
+    assert text.count(f"before {norm:.4f} after 0.0100") == 2
 
 
 # Fabric.

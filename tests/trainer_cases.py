@@ -2,7 +2,7 @@
 every trainer must reproduce bit for bit.
 
 Run as a script, ``python tests/trainer_cases.py MODULE FUNCTION DIR``, it is the run that gets
-killed: it calls ``FUNCTION(Path(DIR), kill_at=KILL_AT)`` of a test module, which never returns.
+killed, or one of several ranks: it calls ``FUNCTION(Path(DIR), kill_at=KILL_AT)`` of a test module.
 """
 
 import functools
@@ -125,16 +125,29 @@ def die():
 
 def run_until_killed(module, function, folder):
     """``function(folder, kill_at=KILL_AT)`` of a test module, in a process that gets killed."""
+    result = _start([], module, function, folder)
+    assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
+
+
+def start_ranks(module, function, folder, ranks):
+    """The same on several ranks, each its own process; what they printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    result = _start(launcher, module, function, folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def _start(launcher, module, function, folder):
     here = Path(__file__)
-    result = subprocess.run(
-        [sys.executable, str(here), module, function, str(folder)],
-        cwd=here.parent.parent,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{here.parent.parent}:{here.parent}"},
+    root = here.parent.parent
+    return subprocess.run(
+        [sys.executable, *launcher, str(here), module, function, str(folder)],
+        cwd=root,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{root}:{here.parent}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
 
 
 if __name__ == "__main__":
