@@ -6,6 +6,7 @@ from torch import nn
 from trainer_cases import (
     BATCH,
     DECAY,
+    DEVICES,
     KILL_AT,
     OVERFLOW_AT,
     STEPS,
@@ -65,6 +66,7 @@ def batch_of(step, device="cpu"):
 def fit(
     folder=None,
     kill_at=None,
+    device="cpu",
     resume=None,
     fused=False,
     max_norm=None,
@@ -74,11 +76,11 @@ def fit(
     scaler=None,
 ):
     """Accelerate's loop as its documentation writes it."""
-    accelerator = fp16(gradient_accumulation_steps=accumulate)
-    scaler = scaler or fresh_scaler()
+    accelerator = fp16(device, gradient_accumulation_steps=accumulate)
+    scaler = scaler or fresh_scaler(device)
     if not after:
         prepare_scaler(accelerator, scaler)
-    model, ema = net(), net()
+    model, ema = net(), net().to(device)
     optimizer = optimizer_for(model, fused)
     scheduler = scheduler_for(optimizer)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -91,7 +93,7 @@ def fit(
         if kill_at == step:
             die()
         for part in range(accumulate):
-            inputs, targets = batch_of(step * accumulate + part)
+            inputs, targets = batch_of(step * accumulate + part, device)
             with accelerator.accumulate(model):
                 output = overflow(model(inputs), step)
                 accelerator.backward(nn.functional.cross_entropy(output, targets))
@@ -139,11 +141,12 @@ def test_accumulates_and_clips_only_what_is_whole():
     run.check_equals(plain_loop(max_norm=0.5, accumulate=2, steps=9), rtol=1e-4)
 
 
-def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path, device):
     assert KILL_AT > 9
-    run_until_killed("test_accelerate", "fit", tmp_path)
-    resumed = fit(resume=tmp_path / "half", scaler=GradScaler("cpu"))
-    resumed.check_equals(fit())
+    run_until_killed("test_accelerate", "fit", tmp_path, device)
+    resumed = fit(device=device, resume=tmp_path / "half", scaler=GradScaler(device))
+    resumed.check_equals(fit(device=device))
 
 
 def two_steps(accelerator, optimizer, model):
@@ -380,7 +383,7 @@ def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
     assert said == [False, True, False, False]
 
 
-def one_of_two_ranks(folder, kill_at):
+def one_of_two_ranks(folder, kill_at, device):
     """Rank 1 overflows in step 1, and has a loss of NaN in step 2, which no scale can help."""
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
     scaler = prepare_scaler(accelerator, fresh_scaler()).scaler
@@ -411,7 +414,7 @@ def test_two_ranks_decide_alike(tmp_path):
         assert f"rank {rank}: [False, True, True, False] 512.0" in text
 
 
-def fsdp2(folder, kill_at):
+def fsdp2(folder, kill_at, device):
     """Accelerate's FSDP2: six steps, and the same from a state saved after three."""
     whole, scaler = fsdp2_loop(folder, 0, 6)
     resumed, other = fsdp2_loop(folder, 3, 6)
