@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,11 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-
-# See test_torch_kernels: without a GPU the kernels run under Triton's interpreter.
-if not torch.cuda.is_available():
-    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from gradlift.torch import kernels, reference
 from gradlift.torch.masters import MasterWeights

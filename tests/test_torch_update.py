@@ -1,9 +1,5 @@
 """One rule, however it runs: Python, torch.where, Triton and torch's own fused op agree."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,10 +100,6 @@ def test_a_static_scale_stays():
     assert rows[-1][3] == 5
 
 
-# The Triton program needs its interpreter switched on before triton is imported, so on a machine
-# without a GPU it is compared in a process of its own, by this very file.
-
-
 def compare_kernel(device):
     from gradlift.torch import step_kernels
 
@@ -136,23 +128,15 @@ def compare_kernel(device):
                 trace = [kinds[pick] for pick in picks]
                 in_python = replay(policy, trace, module._update_in_python_)
                 assert replay(policy, trace, kernel, device) == in_python
-    return "kernel agrees"
 
 
 def test_the_triton_rule_agrees_under_the_interpreter():
     pytest.importorskip("triton")
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    result = subprocess.run(
-        [sys.executable, "-c", "import test_torch_update as t; print(t.compare_kernel('cpu'))"],
-        cwd=os.path.join(root, "tests"),
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout.strip() == "kernel agrees", result.stderr[-2000:]
+    if torch.cuda.is_available():
+        pytest.skip("compiled there, see below")
+    compare_kernel("cpu")
 
 
 @pytest.mark.gpu
 def test_the_triton_rule_agrees_on_the_gpu():
-    assert compare_kernel("cuda") == "kernel agrees"
+    compare_kernel("cuda")

@@ -29,6 +29,7 @@ from gradlift.torch import (
     grads,
     settings,
 )
+from gradlift.torch.optim import Phase
 from gradlift.torch.state import Remembering, fresh_optimizer_state
 from gradlift.torch.update import SKIPPED, has_triton, update_
 
@@ -141,8 +142,8 @@ class GradScaler(Remembering):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
-            buckets = self._checked = grads.collect(optimizer, allow_fp16)
-            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+            self._checked = grads.collect_rows(optimizer, allow_fp16)
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note infs and NaNs.
@@ -234,6 +235,8 @@ class GradScaler(Remembering):
             result = closures.step(self, optimizer, closure, max_norm, retries, rest, rest_kwargs)
         elif torch.compiler.is_compiling():
             result = self._step_traced(optimizer, max_norm)
+        elif max_norm is not None and not (args or kwargs) and self._can_step_fast(optimizer):
+            result = self._step_fast(optimizer, max_norm)
         elif fused.supports(optimizer):
             result = self._step_fused(optimizer, max_norm, args, kwargs)
         else:
@@ -290,6 +293,49 @@ class GradScaler(Remembering):
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
         return result
+
+    def _can_step_fast(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the two-pass phase can serve this step; it has then gathered the gradients."""
+        phase = Phase.of(optimizer)
+        self.slow_step_reason = phase.gather()
+        if self.slow_step_reason is None and phase.grads.device != cast(Tensor, self._scale).device:
+            self.slow_step_reason = "the gradients are not on the loss's device"
+        return self.slow_step_reason is None
+
+    def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Check and norm in one pass, clip, unscale and update in another; see ``optim.Phase``."""
+        phase = Phase.of(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stepping"] = True
+        scale = cast(Tensor, self._scale)
+        if state["stage"] is OptState.UNSCALED:
+            scale, found = self._one, self._found(state)
+        else:
+            bad_loss, unseen = self._losses.take()
+            if unseen is not None:
+                bad_loss = self._losses.look()
+            state["bad_loss"] = bad_loss
+            found = (self._zero if bad_loss is None else bad_loss).clone()
+        measured = phase.measure(scale, found, amax=self._wants_amax)
+        if measured.amax is not None and state["stage"] is OptState.READY:
+            self._note_amax(measured.amax)
+        norm = measured.norm
+        if self._process_group is not None:
+            found, state["bad_loss"] = distributed.agree(
+                found, state["bad_loss"], self._process_group
+            )
+        state["found_inf_per_device"] = {scale.device: found}
+        self._last_found, self._grad_norm = found, norm
+        self._overflow.count(optimizer, phase.grads, found, self._updates)
+        phase.update(scale, found, norm, max_norm)
+        if self._clear_grads_on_skip:
+            grads.zero_where_(grads.collect(optimizer, True), found)
+
+    # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
+    _wants_amax = False
+
+    def _note_amax(self, amax: Tensor) -> None:
+        """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
         # Imported here: it needs torch's compiler, which takes seconds to import.
@@ -349,7 +395,7 @@ class GradScaler(Remembering):
         if self._checked is None or device.type != "cuda" or not has_triton():
             return None
         state["attributed"], bad_loss = self._overflow.judge(
-            optimizer, self._checked, flags, self._updates, unseen
+            optimizer, *self._checked, flags, self._updates, unseen
         )
         return bad_loss
 
