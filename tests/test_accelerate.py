@@ -1,16 +1,12 @@
 """gradlift in Accelerate, on the CPU with real float16 autocast."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from trainer_cases import (
     BATCH,
     DECAY,
-    ENVIRONMENT,
+    DEVICES,
     KILL_AT,
     OVERFLOW_AT,
     STEPS,
@@ -24,6 +20,7 @@ from trainer_cases import (
     plain_loop,
     run_until_killed,
     scheduler_for,
+    start_ranks,
 )
 
 from gradlift import Dynamic, Static
@@ -34,8 +31,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from gradlift.integrations.accelerate import prepare_scaler
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +66,7 @@ def batch_of(step, device="cpu"):
 def fit(
     folder=None,
     kill_at=None,
+    device="cpu",
     resume=None,
     fused=False,
     max_norm=None,
@@ -80,11 +76,11 @@ def fit(
     scaler=None,
 ):
     """Accelerate's loop as its documentation writes it."""
-    accelerator = fp16(gradient_accumulation_steps=accumulate)
-    scaler = scaler or fresh_scaler()
+    accelerator = fp16(device, gradient_accumulation_steps=accumulate)
+    scaler = scaler or fresh_scaler(device)
     if not after:
         prepare_scaler(accelerator, scaler)
-    model, ema = net(), net()
+    model, ema = net(), net().to(device)
     optimizer = optimizer_for(model, fused)
     scheduler = scheduler_for(optimizer)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -97,7 +93,7 @@ def fit(
         if kill_at == step:
             die()
         for part in range(accumulate):
-            inputs, targets = batch_of(step * accumulate + part)
+            inputs, targets = batch_of(step * accumulate + part, device)
             with accelerator.accumulate(model):
                 output = overflow(model(inputs), step)
                 accelerator.backward(nn.functional.cross_entropy(output, targets))
@@ -145,11 +141,12 @@ def test_accumulates_and_clips_only_what_is_whole():
     run.check_equals(plain_loop(max_norm=0.5, accumulate=2, steps=9), rtol=1e-4)
 
 
-def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path, device):
     assert KILL_AT > 9
-    run_until_killed("test_accelerate", "fit", tmp_path)
-    resumed = fit(resume=tmp_path / "half", scaler=GradScaler("cpu"))
-    resumed.check_equals(fit())
+    run_until_killed("test_accelerate", "fit", tmp_path, device)
+    resumed = fit(device=device, resume=tmp_path / "half", scaler=GradScaler(device))
+    resumed.check_equals(fit(device=device))
 
 
 def two_steps(accelerator, optimizer, model):
@@ -198,6 +195,22 @@ def test_stock_refuses_to_clip_in_every_micro_step():
     prepare_scaler(accelerator, fresh_scaler())
     half, whole = clip_twice(accelerator)
     assert whole == pytest.approx(2 * half, rel=1e-3)
+
+
+def test_gradients_that_accumulate_are_not_unscaled():
+    accelerator = fp16(gradient_accumulation_steps=2)
+    prepare_scaler(accelerator, fresh_scaler())
+    model, optimizer = accelerator.prepare(part := nn.Linear(4, 1), optimizer_for(part))
+    for scale in (2.0**10, 1.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            accelerator.unscale_gradients()
+            accelerator.unscale_gradients()  # again: no mistake
+            grad = model.weight.grad
+            whole = 2.0 if accelerator.sync_gradients else 1.0
+            torch.testing.assert_close(grad, torch.full((1, 4), whole * scale), rtol=0, atol=0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_stock_gives_no_scaler_on_the_cpu():
@@ -370,34 +383,21 @@ def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
     assert said == [False, True, False, False]
 
 
-def start(function, folder, ranks):
-    """``function(folder, kill_at)`` of this file on several ranks, each its own process."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = str(Path(__file__).parent / "trainer_cases.py")
-    result = subprocess.run(
-        [sys.executable, *launcher, script, "test_accelerate", function, str(folder)],
-        cwd=ROOT,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def one_of_two_ranks(folder, kill_at):
-    """Rank 1 overflows in step 1; its ranks' scales and skips, and whether weights agree."""
+def one_of_two_ranks(folder, kill_at, device):
+    """Rank 1 overflows in step 1, and has a loss of NaN in step 2, which no scale can help."""
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
     scaler = prepare_scaler(accelerator, fresh_scaler()).scaler
     model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
     said = []
-    for step in range(3):
+    for step in range(4):
         inputs, targets = batch_of(2 * step + accelerator.process_index)
         output = model(inputs)
         if step == 1 and accelerator.process_index == 1:
             output.register_hook(lambda grad: grad * float("inf"))
-        accelerator.backward(nn.functional.cross_entropy(output, targets))
+        loss = nn.functional.cross_entropy(output, targets)
+        if step == 2 and accelerator.process_index == 1:
+            loss = loss * float("nan")
+        accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         said.append(optimizer.step_was_skipped)
@@ -409,12 +409,12 @@ def one_of_two_ranks(folder, kill_at):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
 def test_two_ranks_decide_alike(tmp_path):
-    text = start("one_of_two_ranks", tmp_path, 2)
+    text = start_ranks("test_accelerate", "one_of_two_ranks", tmp_path, 2)
     for rank in (0, 1):
-        assert f"rank {rank}: [False, True, False] 512.0" in text
+        assert f"rank {rank}: [False, True, True, False] 512.0" in text
 
 
-def fsdp2(folder, kill_at):
+def fsdp2(folder, kill_at, device):
     """Accelerate's FSDP2: six steps, and the same from a state saved after three."""
     whole, scaler = fsdp2_loop(folder, 0, 6)
     resumed, other = fsdp2_loop(folder, 3, 6)
@@ -448,4 +448,4 @@ def fsdp2_loop(folder, first, last):
 
 @pytest.mark.gpu
 def test_gpu_fsdp2_resumes(tmp_path):
-    assert "skipped 1" in start("fsdp2", tmp_path, 1)
+    assert "skipped 1" in start_ranks("test_accelerate", "fsdp2", tmp_path, 1)

@@ -10,6 +10,7 @@ from torch import nn
 from trainer_cases import (
     BATCH,
     DECAY,
+    DEVICES,
     KILL_AT,
     OVERFLOW_AT,
     STEPS,
@@ -23,6 +24,7 @@ from trainer_cases import (
     plain_loop,
     run_until_killed,
     scheduler_for,
+    start_ranks,
 )
 
 from gradlift import Dynamic, Static
@@ -45,8 +47,6 @@ pytestmark = [
 ]
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Patterns(pl.LightningModule):
@@ -112,11 +112,19 @@ def trainer_with(plugin, folder=None, device="cpu", **kwargs):
     )
 
 
-def fit(folder=None, ckpt_path=None, kill_at=None, fused=False, plugin=None, **kwargs):
+def fit(
+    folder=None,
+    kill_at=None,
+    device="cpu",
+    ckpt_path=None,
+    fused=False,
+    plugin=None,
+    **kwargs,
+):
     model = Patterns(fused)
     model.kill_at = kill_at
-    plugin = plugin or GradLiftPrecision(fresh_scaler())
-    trainer = trainer_with(plugin, folder, **kwargs)
+    plugin = plugin or GradLiftPrecision(fresh_scaler(device))
+    trainer = trainer_with(plugin, folder, device, **kwargs)
     trainer.fit(model, loader(), ckpt_path=ckpt_path)
     return model, trainer
 
@@ -141,11 +149,13 @@ def test_accumulation_reproduces_the_plain_loop():
     run_of(model, trainer).check_equals(plain_loop(accumulate=2, steps=9))
 
 
-def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
-    run_until_killed("test_lightning", "fit", tmp_path)
+@pytest.mark.parametrize("device", DEVICES)
+def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path, device):
+    run_until_killed("test_lightning", "fit", tmp_path, device)
     last = tmp_path / "last.ckpt"
     assert 0 < torch.load(last, weights_only=True)["global_step"] < KILL_AT
-    run_of(*fit(tmp_path, last)).check_equals(run_of(*fit()))
+    resumed = run_of(*fit(tmp_path, device=device, ckpt_path=last))
+    resumed.check_equals(run_of(*fit(device=device)))
 
 
 def test_resumes_from_a_checkpoint_of_the_stock_plugin_and_back(tmp_path):
@@ -153,12 +163,12 @@ def test_resumes_from_a_checkpoint_of_the_stock_plugin_and_back(tmp_path):
     fit(tmp_path, plugin=MixedPrecision("16-mixed", "cpu", stock), max_steps=6)
     assert stock.get_scale() == 2.0**10  # halved once, grown once
     plugin = GradLiftPrecision()
-    _, trainer = fit(tmp_path, tmp_path / "last.ckpt", plugin=plugin, max_steps=12)
+    _, trainer = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", plugin=plugin, max_steps=12)
     assert plugin.scaler.policy.growth_interval == 4
     assert trainer.global_step == 12
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
     back = torch.amp.GradScaler("cpu")
-    fit(tmp_path, tmp_path / "ours.ckpt", plugin=MixedPrecision("16-mixed", "cpu", back))
+    fit(tmp_path, ckpt_path=tmp_path / "ours.ckpt", plugin=MixedPrecision("16-mixed", "cpu", back))
     assert back.get_growth_interval() == 4
 
 
@@ -285,14 +295,18 @@ def test_every_policy_and_a_function_of_the_model():
         made.append(model)
         return GradScaler("cpu", init_scale=2.0**9, model=model)
 
-    sources = [None, Static(2.0**8), Dynamic(init_scale=2.0**7), fresh_scaler(), scaler_of]
+    class Small(GradScaler):
+        def __init__(self, model, device):
+            super().__init__(device, init_scale=2.0**5, model=model)
+
+    sources = [None, Static(2.0**8), Dynamic(init_scale=2.0**7), fresh_scaler(), Small, scaler_of]
     scales = []
     for source in sources:
         plugin = GradLiftPrecision(source)
         model, _ = fit(plugin=plugin, max_steps=3)
         scales.append(plugin.scaler.get_scale())
         assert plugin.scaler.skipped_steps == 1
-    assert scales == [2.0**15, 2.0**8, 2.0**6, 2.0**9, 2.0**8]
+    assert scales == [2.0**15, 2.0**8, 2.0**6, 2.0**9, 2.0**4, 2.0**8]
     assert made == [model]
     assert plugin.scaler.overflow_report()[0][0] == "net.0.weight"
 
@@ -351,6 +365,34 @@ def test_ddp_with_one_process():
     run_of(*fit(strategy="ddp", use_distributed_sampler=False, max_steps=4)).check_equals(
         plain_loop(steps=4)
     )
+
+
+def one_shard(folder, kill_at, device):
+    """Clip gradients that two ranks share under FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    model = net()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    optimizer = optimizer_for(model)
+    plugin = GradLiftPrecision(fresh_scaler())
+    inputs, targets = batch_of(0, "cpu")
+    plugin.backward(nn.functional.cross_entropy(model(inputs), targets), model)
+    plugin.clip_gradients(optimizer, 0.01)
+    whole = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    print(f"before {plugin.scaler.grad_norm:.4f} after {whole.norm():.4f}\n", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
+def test_shards_are_clipped_by_the_norm_of_the_whole(tmp_path):
+    alone = net()
+    inputs, targets = batch_of(0, "cpu")
+    nn.functional.cross_entropy(alone(inputs), targets).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()])
+    text = start_ranks("test_lightning", "one_shard", tmp_path, 2)
+    assert text.count(f"before {norm:.4f} after 0.0100") == 2
 
 
 # Fabric.

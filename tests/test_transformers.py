@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from trainer_cases import DECAY, KILL_AT, OVERFLOW_AT, die, fresh_scaler, run_until_killed
+from trainer_cases import DECAY, DEVICES, KILL_AT, OVERFLOW_AT, die, fresh_scaler, run_until_killed
 
 from gradlift import Dynamic, Static
 from gradlift.torch import GradScaler
@@ -52,6 +52,7 @@ def gpt2():
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
+        attn_implementation="eager",  # the same sums in every run, on a GPU too
     )
     return GPT2LMHeadModel(config)
 
@@ -101,13 +102,13 @@ class Average(TrainerCallback):
 def fit(
     folder,
     kill_at=None,
+    device="cpu",
     resume=None,
     kind=GradLiftTrainer,
     scaler="fresh",
     callback=None,
     stock=None,
     steps=STEPS,
-    device="cpu",
     **kwargs,
 ):
     forget()
@@ -128,7 +129,9 @@ def fit(
     }
     args = TrainingArguments(str(folder), **settings)
     model, ema = gpt2(), gpt2()
-    mine = {} if kind is Trainer else {"scaler": fresh_scaler() if scaler == "fresh" else scaler}
+    mine = (
+        {} if kind is Trainer else {"scaler": fresh_scaler(device) if scaler == "fresh" else scaler}
+    )
     trainer = kind(model, args, train_dataset=sequences(), **mine)
     if stock is not None:
         trainer.accelerator.scaler = stock
@@ -154,12 +157,13 @@ def rows(trainer, key):
     return [row[key] for row in trainer.state.log_history if key in row]
 
 
-def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
-    run_until_killed("test_transformers", "fit", tmp_path / "killed")
+@pytest.mark.parametrize("device", DEVICES)
+def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path, device):
+    run_until_killed("test_transformers", "fit", tmp_path / "killed", device)
     assert SAVE_AT < KILL_AT < STEPS
     checkpoint = tmp_path / "killed" / f"checkpoint-{SAVE_AT}"
-    resumed = fit(tmp_path / "resumed", resume=checkpoint, scaler=None)
-    whole = fit(tmp_path / "whole")
+    resumed = fit(tmp_path / "resumed", device=device, resume=checkpoint, scaler=None)
+    whole = fit(tmp_path / "whole", device=device)
     check_equal(resumed, whole)
     scaler = whole.gradlift.scaler
     assert scaler.skipped_steps == len(OVERFLOW_AT)

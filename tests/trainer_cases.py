@@ -1,8 +1,9 @@
 """What the trainers' tests share: a small real task, overflows put in by a hook, and the loop that
 every trainer must reproduce bit for bit.
 
-Run as a script, ``python tests/trainer_cases.py MODULE FUNCTION DIR``, it is the run that gets
-killed: it calls ``FUNCTION(Path(DIR), kill_at=KILL_AT)`` of a test module, which never returns.
+Run as a script, ``python tests/trainer_cases.py MODULE FUNCTION DIR DEVICE``, it is the run that
+gets killed, or one of several ranks: it calls ``FUNCTION(Path(DIR), KILL_AT, DEVICE)`` of a test
+module.
 """
 
 import functools
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ from gradlift.torch import GradScaler
 
 torch.set_num_threads(1)  # sums split over threads differ in their last bits
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ENVIRONMENT = dict(os.environ)  # before any trainer writes ranks and addresses into it
 
 STEPS = 18
@@ -61,8 +64,8 @@ def scheduler_for(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done))
 
 
-def fresh_scaler(**kwargs):
-    return GradScaler("cpu", init_scale=2.0**10, growth_interval=4, **kwargs)
+def fresh_scaler(device="cpu"):
+    return GradScaler(device, init_scale=2.0**10, growth_interval=4)
 
 
 class Run:
@@ -123,20 +126,33 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_until_killed(module, function, folder):
-    """``function(folder, kill_at=KILL_AT)`` of a test module, in a process that gets killed."""
+def run_until_killed(module, function, folder, device="cpu"):
+    """``function(folder, KILL_AT, device)`` of a test module, in a process that gets killed."""
+    result = _start([], module, function, folder, device)
+    assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
+
+
+def start_ranks(module, function, folder, ranks, device="cpu"):
+    """The same on several ranks, each its own process; what they printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    result = _start(launcher, module, function, folder, device)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def _start(launcher, module, function, folder, device):
     here = Path(__file__)
-    result = subprocess.run(
-        [sys.executable, str(here), module, function, str(folder)],
-        cwd=here.parent.parent,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{here.parent.parent}:{here.parent}"},
+    root = here.parent.parent
+    return subprocess.run(
+        [sys.executable, *launcher, str(here), module, function, str(folder), device],
+        cwd=root,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{root}:{here.parent}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
 
 
 if __name__ == "__main__":
-    module, function, folder = sys.argv[1:]
-    getattr(importlib.import_module(module), function)(Path(folder), kill_at=KILL_AT)
+    module, function, folder, device = sys.argv[1:]
+    getattr(importlib.import_module(module), function)(Path(folder), KILL_AT, device)

@@ -3,7 +3,7 @@
 A function is called once the trainer knows its model, so that a scaler that looks at the model
 (``AdaptiveGradScaler``) needs no second mention of it::
 
-    GradLiftPrecision(AdaptiveGradScaler)
+    GradLiftPrecision(AdaptiveGradScaler)  # a class: gets the trainer's device too
     GradLiftPrecision(lambda model: AdaptiveGradScaler(model, tolerance=1e-4))
 """
 
@@ -21,7 +21,8 @@ from gradlift.policy import Dynamic, Policy, Static
 from gradlift.torch import GradScaler
 
 ScalerSource = GradScaler | Policy | Callable[[nn.Module], GradScaler] | None
-"""A scaler, a policy, a function from the model to a scaler, or None for the defaults."""
+"""A scaler, a policy, a class of scalers, a function from the model to a scaler, or None for the
+defaults."""
 
 
 def check(source: Any) -> None:
@@ -53,7 +54,9 @@ def build(source: ScalerSource, model: nn.Module | None, device: str) -> GradSca
             "the scaler is made by a function of the model, and the trainer has no model yet; "
             "set the model up first, or give a scaler that is ready"
         )
-    scaler = source(model)
+    make: Callable[..., Any] = source
+    by_class = isinstance(source, type) and issubclass(source, GradScaler)
+    scaler = make(device=device, model=model) if by_class else make(model)
     if not isinstance(scaler, GradScaler):
         raise TypeError(
             f"the function given for the scaler must return a gradlift.torch.GradScaler, got "
