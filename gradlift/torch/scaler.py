@@ -226,6 +226,7 @@ class GradScaler(Remembering):
         _check_step_arguments(max_norm, retries, closure)
         if not self._enabled:
             return self._step_disabled(optimizer, closure, max_norm, args, kwargs)
+        self._known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._device_state("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -269,7 +270,9 @@ class GradScaler(Remembering):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if bool(self._found(optimizer_state)):  # the one sync, where nothing skips by itself
+        # The one sync, where nothing skips by itself.
+        self._known_skip = bool(self._found(optimizer_state))
+        if self._known_skip:
             self._after_skip(optimizer)
             return None
         if "clip" in optimizer_state:
@@ -518,15 +521,17 @@ class GradScaler(Remembering):
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
         """``scheduler.step(*args)``, once for every step that was taken.
 
-        Call it after ``update``, where ``scheduler.step()`` was. On a GPU with a fused optimizer
-        nothing waits for the device: a skipped step holds the scheduler back 8 calls later.
+        Call it after ``update``, where ``scheduler.step()`` was. Where the optimizer decides on
+        the GPU (fused, or with ``max_norm``) nothing waits for it: a skipped step holds the
+        scheduler back 8 calls later.
         """
         clock = self._clocks.get(scheduler)
         if clock is None:
             place = len(self._clocks)
             saved = self._loaded_clocks[place] if place < len(self._loaded_clocks) else []
             clock = self._clocks[scheduler] = followers.SchedulerClock(saved)
-        if not self._enabled or clock.advances(self.last_step_skipped):
+        skipped = self.last_step_skipped if self._known_skip is None else self._known_skip
+        if not self._enabled or clock.advances(skipped):
             scheduler.step(*args)
 
     def update_ema(

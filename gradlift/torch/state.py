@@ -108,6 +108,8 @@ class Remembering(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._counts: Tensor | None = None
         self._last_found: Tensor | None = None
+        # Whether the last step was skipped, where the host had to find out anyway.
+        self._known_skip: bool | None = None
         self._grad_norm: Tensor | None = None
         self.slow_step_reason: str | None = None
         """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
