@@ -207,6 +207,26 @@ def test_after_an_overflow_it_skips_backs_off_and_probes_again():
     run.scaler.close()
 
 
+def test_layers_that_come_and_go_are_soon_known():
+    class Dropped(nn.Sequential):
+        def forward(self, x):
+            for number in range(120):
+                if number != self.drop:
+                    x = self[2 * number + 1](self[2 * number](x))
+            return self[-1](x)
+
+    model = Dropped(*tanh_net(120, gain=0.75))
+    run, neutral = Run(model, lr=0.0), []
+    for step in range(60):
+        model.drop = (7 * step) % 120 if step % 2 else None
+        run.steps(1)
+        neutral.append(run.scaler.neutral)
+    assert run.skipped == 0
+    assert run.scaler.plan.active
+    assert not any(neutral[20:])
+    run.scaler.close()
+
+
 def test_layerwise_off_gives_one_exponent():
     run = Run(tanh_net(120, gain=0.75), layerwise=False, lr=0.0).steps(15)
     assert run.scaler.plan.one_exponent_serves
