@@ -260,8 +260,8 @@ def update(
 
 
 def _times(scale: Any, factor: float) -> Any:
-    """``scale * factor`` in float32; arrays round by themselves."""
-    return float32(scale * factor) if isinstance(scale, float) else scale * factor
+    """``scale * factor`` in float32, the factor too; arrays round by themselves."""
+    return float32(scale * float32(factor)) if isinstance(scale, float) else scale * factor
 
 
 def _at_least(scale: Any, floor: float, where: Where) -> Any:

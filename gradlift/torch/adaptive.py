@@ -31,7 +31,7 @@ from gradlift.policy import Dynamic
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
 from gradlift.torch.probe import Probe
-from gradlift.torch.readback import InFlight
+from gradlift.torch.readback import InFlight, capturing
 from gradlift.torch.scaler import GradScaler
 
 # Steps between a step and what is made of it.
@@ -162,9 +162,9 @@ class AdaptiveGradScaler(GradScaler):
         if torch.compiler.is_compiling():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         with torch.no_grad():
-            buckets = self._checked = grads.collect(optimizer, allow_fp16)
-            self._note_largest(buckets)
-            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+            self._checked = grads.collect_rows(optimizer, allow_fp16)
+            self._note_largest(self._checked[0])
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -188,6 +188,9 @@ class AdaptiveGradScaler(GradScaler):
             return
         row = self._row()
         super().update(new_scale)
+        if capturing(row.device):
+            # A replayed step takes the plan and the exponents that it was captured with.
+            return
         probe = self._engine.take()
         if probe is not None and self._process_group is not None:
             _sum_over_ranks(probe, self._process_group)

@@ -18,27 +18,16 @@ FP16_REFUSED = "Attempting to unscale FP16 gradients."
 Key = tuple[torch.device, torch.dtype]
 
 
-class Buckets(dict[Key, list[Tensor]]):
-    """Dense real tensors by device and dtype, and which parameter of the optimizer each is of."""
-
-    def __init__(self) -> None:
-        self.rows: dict[Key, list[int]] = {}
-
-    def add(self, row: int, grad: Tensor, key: Key) -> None:
-        tensors = self.get(key)
-        if tensors is None:
-            self[key], self.rows[key] = [grad], [row]
-        else:
-            tensors.append(grad)
-            self.rows[key].append(row)
+# Dense real tensors by device and dtype, and which parameter of the optimizer each is of. Plain
+# dicts: older releases of torch.compile trace no others.
+Buckets = dict[Key, list[Tensor]]
+Rows = dict[Key, list[int]]
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The optimizer's parameters, in its order."""
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            assert isinstance(param, Tensor), f"expected a Tensor parameter, got {type(param)}"
-            yield param
+        yield from group["params"]
 
 
 def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool = False) -> Buckets:
@@ -50,25 +39,51 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool =
         coalesce: sum duplicate entries of every sparse gradient first (needed for a norm).
             Sparse float16 gradients are always coalesced: the sum may overflow.
     """
-    buckets = Buckets()
-    for row, param in enumerate(parameters(optimizer)):
-        grad = param.grad
-        if grad is None:
-            continue
-        dtype = grad.dtype
-        if dtype is torch.float16 and not allow_fp16:
-            raise ValueError(FP16_REFUSED)
-        if grad.is_sparse:
-            if (coalesce or dtype is torch.float16) and not grad.is_coalesced():
-                grad = param.grad = _coalesced(grad)
-            grad = grad._values()
-        elif type(grad) is not Tensor:
-            grad = local(grad)
-        if dtype.is_complex:
-            grad = torch.view_as_real(grad)
+    return collect_rows(optimizer, allow_fp16, coalesce)[0]
+
+
+def collect_rows(
+    optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool = False
+) -> tuple[Buckets, Rows]:
+    """``collect``, and each tensor's place among the optimizer's parameters."""
+    # Once per parameter and step: attributes are read once, and a device's index is cheaper
+    # to look up than the device.
+    found: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[int]]] = {}
+    row = -1
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            row += 1
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.is_sparse or type(grad) is not Tensor or not grad.is_floating_point():
+                grad = _dense_and_real(param, grad, allow_fp16, coalesce)
             dtype = grad.dtype
-        buckets.add(row, grad, (grad.device, dtype))
-    return buckets
+            if dtype is torch.float16 and not allow_fp16:
+                raise ValueError(FP16_REFUSED)
+            key = grad.get_device(), dtype
+            entry = found.get(key)
+            if entry is None:
+                entry = found[key] = [], []
+            entry[0].append(grad)
+            entry[1].append(row)
+    buckets: Buckets = {}
+    rows: Rows = {}
+    for (_, dtype), (tensors, places) in found.items():
+        buckets[tensors[0].device, dtype] = tensors
+        rows[tensors[0].device, dtype] = places
+    return buckets, rows
+
+
+def _dense_and_real(param: Tensor, grad: Tensor, allow_fp16: bool, coalesce: bool) -> Tensor:
+    if grad.is_sparse:
+        if grad.dtype is torch.float16 and not allow_fp16:
+            raise ValueError(FP16_REFUSED)
+        if (coalesce or grad.dtype is torch.float16) and not grad.is_coalesced():
+            grad = param.grad = _coalesced(grad)
+        grad = grad._values()
+    grad = local(grad)
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def local(grad: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ if it is set, and the counts stay on the device until somebody asks.
 from __future__ import annotations
 
 import weakref
+from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradlift.torch.grads import Buckets, Key, local, parameters
+from gradlift.torch.grads import Buckets, Key, Rows, local, parameters
 from gradlift.torch.names import Names
 from gradlift.torch.readback import capturing
 from gradlift.torch.tables import GradTable, is_dense
@@ -22,8 +23,8 @@ Report = tuple[tuple[str, int, int], ...]
 
 # Programs of a launch: enough to count quickly, few enough to cost nothing when there is no need.
 _PROGRAMS = 512
-# How many sets of addresses to remember; an allocator hands out the same few again and again.
-_SETS = 32
+# The driver takes a copy this small from ordinary memory into its command buffer, without waiting.
+_SMALL = 4096
 
 
 class _Watched:
@@ -44,7 +45,7 @@ class _Watched:
         self.numels = self._send(numels)
         self.cells = torch.zeros(len(grads), 2, dtype=torch.int64, device=self.device)
         self.chunks = len(owner)
-        self._sent: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._last: tuple[list[int], Tensor | None] = [], None
         self._captured: list[tuple[Tensor, Tensor]] = []
         # Pinned memory cannot be had during a capture, so some is kept ready.
         self._spares = [torch.empty(len(grads), dtype=torch.int64).pin_memory() for _ in range(4)]
@@ -61,26 +62,28 @@ class _Watched:
 
     def addresses(self, grads: list[Tensor]) -> Tensor | None:
         """Where ``grads`` lie, int64 on the device; None if they cannot be read by address."""
-        key = tuple([grad.data_ptr() for grad in grads])
-        sent = self._sent.get(key)
-        if sent is not None:
-            return sent[1]
-        if not all(map(is_dense, grads)):
+        addresses = [grad.data_ptr() for grad in grads]
+        if capturing(self.device):
+            return self._captured_addresses(addresses, grads)
+        if addresses == self._last[0]:
+            return self._last[1]
+        if not _all_dense(grads):
             return None
-        in_capture = capturing(self.device)
-        if in_capture and not self._spares:
+        host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        if len(addresses) > _SMALL:
+            host = host.pin_memory()
+        self._last = addresses, host.to(self.device, non_blocking=True)
+        return self._last[1]
+
+    def _captured_addresses(self, addresses: list[int], grads: list[Tensor]) -> Tensor | None:
+        """A replay reads the host's copy and writes the device's, so both are kept for good."""
+        if not self._spares or not _all_dense(grads):
             return None
-        host = self._spares.pop() if in_capture else torch.empty(len(key), dtype=torch.int64)
-        host.copy_(torch.tensor(key, dtype=torch.int64))
-        host = host if in_capture else host.pin_memory()
-        sent = host, host.to(self.device, non_blocking=True)
-        if in_capture:
-            self._captured.append(sent)  # a replay reads both
-        else:
-            if len(self._sent) == _SETS:
-                del self._sent[next(iter(self._sent))]
-            self._sent[key] = sent
-        return sent[1]
+        host = self._spares.pop()
+        host.copy_(torch.tensor(addresses))
+        device = host.to(self.device, non_blocking=True)
+        self._captured.append((host, device))
+        return device
 
 
 class OverflowLog:
@@ -113,6 +116,7 @@ class OverflowLog:
         self,
         optimizer: torch.optim.Optimizer,
         buckets: Buckets,
+        rows: Rows,
         found_inf: dict[torch.device, Tensor],
         updates: Tensor,
         loss: Tensor | None,
@@ -122,6 +126,7 @@ class OverflowLog:
         Args:
             optimizer: whose gradients are in ``buckets``, on CUDA devices.
             buckets: the gradients as they were checked.
+            rows: their places among the optimizer's parameters.
             found_inf: each device's 0-d float32 flag; set to 1.0 where the loss is not finite.
             updates: 0-d int32 on the loss's device, growing: tells the overflows' order.
             loss: one element, floating, on one of the devices; or None.
@@ -135,11 +140,11 @@ class OverflowLog:
         for key, grads in buckets.items():
             device = key[0]
             bucket = watched.get(key)
-            if bucket is None or bucket.rows != buckets.rows[key]:
+            if bucket is None or bucket.rows != rows[key]:
                 if device.type != "cuda" or capturing(device):
                     complete = False
                     continue
-                bucket = watched[key] = _Watched(key, buckets.rows[key], grads)
+                bucket = watched[key] = _Watched(key, rows[key], grads)
             addresses = bucket.addresses(grads)
             if addresses is None:
                 complete = False
@@ -221,6 +226,10 @@ class OverflowLog:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def _all_dense(grads: list[Tensor]) -> bool:
+    return all(map(Tensor.is_contiguous, grads)) or all(map(is_dense, grads))
 
 
 def _decode(inf: int, nan: int) -> tuple[int, int, int]:

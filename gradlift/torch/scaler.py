@@ -142,8 +142,8 @@ class GradScaler(Remembering):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
-            buckets = self._checked = grads.collect(optimizer, allow_fp16)
-            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+            self._checked = grads.collect_rows(optimizer, allow_fp16)
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note infs and NaNs.
@@ -296,7 +296,10 @@ class GradScaler(Remembering):
 
     def _can_step_fast(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the two-pass phase can serve this step; it has then gathered the gradients."""
-        self.slow_step_reason = Phase.of(optimizer).gather()
+        phase = Phase.of(optimizer)
+        self.slow_step_reason = phase.gather()
+        if self.slow_step_reason is None and phase.grads.device != cast(Tensor, self._scale).device:
+            self.slow_step_reason = "the gradients are not on the loss's device"
         return self.slow_step_reason is None
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -384,7 +387,7 @@ class GradScaler(Remembering):
         if self._checked is None or device.type != "cuda" or not has_triton():
             return None
         state["attributed"], bad_loss = self._overflow.judge(
-            optimizer, self._checked, flags, self._updates, unseen
+            optimizer, *self._checked, flags, self._updates, unseen
         )
         return bad_loss
 

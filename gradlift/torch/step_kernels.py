@@ -49,7 +49,8 @@ class Launch:
             self._compiled(*arguments, *self._constants)
             return
         compiled = self._launch(*arguments, *self._constants, num_warps=self._warps)
-        # Under the interpreter there is nothing compiled to keep.
+        # Under the interpreter there is nothing compiled to keep. What was compiled for these
+        # arguments serves all later ones: the same dtypes, from the same allocator.
         if hasattr(compiled, "__getitem__"):
             self._compiled = compiled[self._grid]
 

@@ -132,7 +132,8 @@ def _coefs_kernel(
     tl.store(out, inverse.to(tl.float32), mask=mask)
     tl.store(out + 1, _clip(tl.load(norm), max_norm), mask=mask)
     tl.store(out + 2, weight_decay.to(tl.float32), mask=mask)
-    tl.store(out + 3, (1.0 - lr * weight_decay).to(tl.float32), mask=mask)
+    # Not 1 - lr * weight_decay: rounded to float32 it is off by the same bit in every step.
+    tl.store(out + 3, (lr * weight_decay).to(tl.float32), mask=mask)
     if ADAM:
         beta1 = tl.load(hyper + 3, mask=mask, other=0.0)
         beta2 = tl.load(hyper + 4, mask=mask, other=0.0)
@@ -188,7 +189,7 @@ def _adam(
     m = load(first, offsets, left, FULL).to(tl.float32)
     v = load(second, offsets, left, FULL).to(tl.float32)
     if DECOUPLED:
-        p = p * tl.load(coef + 3)
+        p = p - tl.load(coef + 3) * p
     else:
         g = g + tl.load(coef + 2) * p
     m = m + share1 * (g - m)
