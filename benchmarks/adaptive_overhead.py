@@ -172,7 +172,8 @@ def measure_every_layer(model: nn.Module) -> None:
 
     def look(grad: Tensor) -> None:
         values = grad.detach().float()
-        values.abs().amax().item(), values.mean().item(), values.std().item()
+        for statistic in (values.abs().amax(), values.mean(), values.std()):
+            statistic.item()
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad and output.dim():

@@ -171,11 +171,9 @@ KINDS = 8
 
 def build_pretrained() -> nn.Module:
     """Two tanh layers and a head sure of the wrong labels; (rows, 16) to (rows, 8)."""
-    model = nn.Sequential(
-        nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, KINDS)
-    )
-    nn.init.normal_(model[4].weight, std=1.0)
-    return model
+    head = nn.Linear(32, KINDS)
+    nn.init.normal_(head.weight, std=1.0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), head)
 
 
 def clusters(rows: int = 1024) -> Batch:
