@@ -24,7 +24,7 @@ from trainer_cases import (
 )
 
 from gradlift import Dynamic, Static
-from gradlift.torch import GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 pytest.importorskip("accelerate", reason="gradlift[accelerate] is not installed")
 from accelerate import Accelerator
@@ -73,19 +73,21 @@ def fit(
     accumulate=1,
     after=False,
     steps=STEPS,
+    save_at=9,
     scaler=None,
 ):
     """Accelerate's loop as its documentation writes it."""
     accelerator = fp16(device, gradient_accumulation_steps=accumulate)
     scaler = scaler or fresh_scaler(device)
     if not after:
-        prepare_scaler(accelerator, scaler)
+        prepared = prepare_scaler(accelerator, scaler)
     model, ema = net(), net().to(device)
     optimizer = optimizer_for(model, fused)
     scheduler = scheduler_for(optimizer)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if after:
-        prepare_scaler(accelerator, scaler)
+        prepared = prepare_scaler(accelerator, scaler)
+    scaler = prepared.scaler
     accelerator.register_for_checkpointing(ema_state := Averages(ema))
     if resume is not None:
         accelerator.load_state(resume)
@@ -105,7 +107,7 @@ def fit(
         scaler.update_ema(ema, model, DECAY)
         assert optimizer.step_was_skipped == (step in OVERFLOW_AT)
         ema_state.step = step + 1
-        if folder is not None and ema_state.step == 9:
+        if folder is not None and ema_state.step == save_at:
             accelerator.save_state(folder / "half")
     return Run(model, ema, scheduler.scheduler, scaler.get_scale(), scaler.skipped_steps)
 
@@ -289,6 +291,12 @@ def test_every_policy_and_a_function_of_the_model():
     assert scales == [2.0**15, 2.0**8, 2.0**6, 2.0**9, 2.0**8]
     assert made == [model]
     assert prepared.scaler.overflow_report()[0][0] == "0.weight"
+
+
+def test_the_adaptive_scaler_finds_the_model_and_resumes(tmp_path):
+    whole = fit(tmp_path, save_at=12, scaler=AdaptiveGradScaler)
+    assert whole.skipped >= len(OVERFLOW_AT)
+    fit(resume=tmp_path / "half", scaler=AdaptiveGradScaler).check_equals(whole)
 
 
 def test_loads_a_state_of_the_stock_scaler(tmp_path):

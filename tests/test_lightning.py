@@ -28,7 +28,7 @@ from trainer_cases import (
 )
 
 from gradlift import Dynamic, Static
-from gradlift.torch import GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 pytest.importorskip("lightning", reason="gradlift[lightning] is not installed")
 # Lightning imports, and warns about, much that is not ours; its own warnings are hushed below.
@@ -309,6 +309,16 @@ def test_every_policy_and_a_function_of_the_model():
     assert scales == [2.0**15, 2.0**8, 2.0**6, 2.0**9, 2.0**4, 2.0**8]
     assert made == [model]
     assert plugin.scaler.overflow_report()[0][0] == "net.0.weight"
+
+
+def test_the_adaptive_scaler_finds_the_model_and_resumes(tmp_path):
+    model, trainer = fit(tmp_path, plugin=GradLiftPrecision(AdaptiveGradScaler))
+    scaler = trainer.precision_plugin.scaler
+    assert scaler.skipped_steps >= len(OVERFLOW_AT)
+    assert scaler.plan is not None
+    half = next(tmp_path.glob("*step=6.ckpt"))
+    again = fit(tmp_path, ckpt_path=half, plugin=GradLiftPrecision(AdaptiveGradScaler))
+    run_of(*again).check_equals(run_of(model, trainer))
 
 
 def test_refuses_what_is_no_gradlift_scaler():
