@@ -73,7 +73,6 @@ def fit(
     accumulate=1,
     after=False,
     steps=STEPS,
-    save_at=9,
     scaler=None,
 ):
     """Accelerate's loop as its documentation writes it."""
@@ -107,7 +106,7 @@ def fit(
         scaler.update_ema(ema, model, DECAY)
         assert optimizer.step_was_skipped == (step in OVERFLOW_AT)
         ema_state.step = step + 1
-        if folder is not None and ema_state.step == save_at:
+        if folder is not None and ema_state.step == 9:
             accelerator.save_state(folder / "half")
     return Run(model, ema, scheduler.scheduler, scaler.get_scale(), scaler.skipped_steps)
 
@@ -294,7 +293,7 @@ def test_every_policy_and_a_function_of_the_model():
 
 
 def test_the_adaptive_scaler_finds_the_model_and_resumes(tmp_path):
-    whole = fit(tmp_path, save_at=12, scaler=AdaptiveGradScaler)
+    whole = fit(tmp_path, scaler=AdaptiveGradScaler)
     assert whole.skipped >= len(OVERFLOW_AT)
     fit(resume=tmp_path / "half", scaler=AdaptiveGradScaler).check_equals(whole)
 
