@@ -356,6 +356,15 @@ def test_refuses_what_needs_no_scaler():
         prepare_scaler(fp16(), torch.amp.GradScaler("cpu"))
 
 
+def test_refuses_a_second_scaler():
+    accelerator = fp16()
+    first = prepare_scaler(accelerator, fresh_scaler())
+    with pytest.raises(RuntimeError, match=r"call remove\(\)"):
+        prepare_scaler(accelerator)
+    first.remove()
+    prepare_scaler(accelerator)
+
+
 def test_refuses_a_version_that_nobody_looked_at(monkeypatch):
     from gradlift.integrations import overrides
 
