@@ -103,10 +103,9 @@ def trainer_with(plugin, folder=None, device="cpu", **kwargs):
     }
     if folder is not None:
         quiet["callbacks"] = [ModelCheckpoint(folder, save_last=True, save_top_k=-1)]
-    kwargs = {"max_steps": STEPS, "max_epochs": 99, **quiet, **kwargs}
+    kwargs = {"max_steps": STEPS, "max_epochs": 99, "devices": 1, **quiet, **kwargs}
     return pl.Trainer(
         accelerator="cpu" if device == "cpu" else "cuda",
-        devices=1,
         plugins=plugin,
         **kwargs,
     )
@@ -375,6 +374,41 @@ def test_ddp_with_one_process():
     run_of(*fit(strategy="ddp", use_distributed_sampler=False, max_steps=4)).check_equals(
         plain_loop(steps=4)
     )
+
+
+class OneBadRank(Patterns):
+    """Rank 1 overflows in step 1, and has a loss of NaN in step 2, which no scale can help."""
+
+    def training_step(self, batch, _):
+        inputs, targets = batch_of(2 * self.global_step + self.global_rank, self.device)
+        output = self.net(inputs)
+        if self.global_rank == 1 and self.global_step == 1:
+            output.register_hook(lambda grad: grad * float("inf"))
+        loss = nn.functional.cross_entropy(output, targets)
+        return loss * float("nan") if self.global_rank == 1 and self.global_step == 2 else loss
+
+
+def one_of_two_ranks(folder, kill_at, device):
+    warnings.simplefilter("ignore")
+    model = OneBadRank(fused=True)
+    plugin = GradLiftPrecision(fresh_scaler())
+    trainer = trainer_with(plugin, strategy="ddp", max_steps=4, devices=2)
+    trainer.fit(model, loader())
+    weights = torch.cat([p.detach().flatten() for p in model.net.parameters()])
+    both = [torch.empty_like(weights), torch.empty_like(weights)]
+    torch.distributed.all_gather(both, weights)
+    assert torch.equal(*both)
+    scaler = plugin.scaler
+    advanced = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+    facts = (scaler.skipped_steps, scaler.get_scale(), advanced)
+    print(f"rank {model.global_rank}: {facts}\n", flush=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
+def test_two_ranks_decide_alike(tmp_path):
+    text = start_ranks("test_lightning", "one_of_two_ranks", tmp_path, 2)
+    for rank in (0, 1):
+        assert f"rank {rank}: (2, 512.0, 2)" in text
 
 
 def one_shard(folder, kill_at, device):
