@@ -149,6 +149,8 @@ def test_scale_bounds_reach_the_policy():
 def test_wrong_arguments_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         start(net(), **kwargs)
+    with pytest.raises(RuntimeError, match=r"amp\.initialize"), amp.scale_loss(None, None):
+        pass  # and does not go on unscaled
 
 
 def test_models_and_optimizers_are_checked():

@@ -306,7 +306,7 @@ def test_accumulation(device, level, delay):
     reference = run(ACCUMULATION, device=device, opt_level="O0")["losses"]
     losses = run(ACCUMULATION, **more)["losses"]
     assert mean(losses[:20]) == pytest.approx(mean(reference[:20]), rel=0.02)
-    assert mean(losses[-20:]) == pytest.approx(mean(reference[-20:]), rel=0.05)
+    assert mean(losses[-20:]) == pytest.approx(mean(reference[-20:]), rel=0.1)
     assert mean(reference[-20:]) < 0.8 * mean(reference[:20])
 
 

@@ -44,6 +44,9 @@ with warnings.catch_warnings():
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # in Lightning's own use
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning"),
+    # Advice on a machine with many cores, and on one with a single GPU.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning"),
 ]
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradlift.torch import GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,12 @@ def int8_accuracy(example, data, scaler_for, batch_norm, seed):
     return example.accuracy(program.module(), data), scaler, program
 
 
-def dynamic(model, **kwargs):
-    return GradScaler("cpu", model=model, **kwargs)
+def adaptive(model):
+    return AdaptiveGradScaler(model, "cpu")
+
+
+def dynamic_from_far_too_high(model):
+    return GradScaler("cpu", model=model, init_scale=2.0**28)
 
 
 def int8_weights(program):
@@ -49,18 +53,18 @@ def test_the_loaded_int8_model_is_as_good_as_the_float32_one(example):
     data = example.digits()
     gaps = []
     for seed in (0, 1):
-        int8, scaler, _ = int8_accuracy(example, data, dynamic, False, seed)
+        int8, scaler, _ = int8_accuracy(example, data, adaptive, False, seed)
         assert int8 > 0.95
-        assert scaler.skipped_steps < 5
+        assert scaler.skipped_steps == 0
+        assert scaler.plan is not None
+        assert scaler.neutral is None  # the fake-quantised graph was planned and run as planned
         gaps.append(float32_accuracy(example, data, False, seed) - int8)
     assert sum(gaps) / len(gaps) < 0.015  # 360 held-out digits: one standard error is 0.008
 
 
 def test_training_recovers_from_a_scale_that_overflows(example):
-    def too_high(model):
-        return dynamic(model, init_scale=2.0**28)
-
-    int8, scaler, _ = int8_accuracy(example, example.digits(), too_high, False, 0)
+    data = example.digits()
+    int8, scaler, _ = int8_accuracy(example, data, dynamic_from_far_too_high, False, 0)
     assert scaler.skipped_steps > 5
     assert scaler.get_scale() < 2.0**24
     assert int8 > 0.95
@@ -92,7 +96,7 @@ def test_gradients_through_fake_quantisation_are_the_float32_ones(example):
 @pytest.mark.slow
 def test_batch_norms_fold_into_the_exported_model(example):
     data = example.digits()
-    int8, _, program = int8_accuracy(example, data, dynamic, True, 0)
+    int8, _, program = int8_accuracy(example, data, adaptive, True, 0)
     targets = {str(node.target) for node in program.graph.nodes}
     assert not any("batch_norm" in target for target in targets)
     assert float32_accuracy(example, data, True, 0) - int8 < 0.015

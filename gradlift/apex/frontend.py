@@ -63,9 +63,9 @@ def initialize(
         The models and the optimizers, or the models alone without optimizers; lists for lists.
     """
     casts.turn_off()
-    _amp_state.initialized, _amp_state.verbosity = True, verbosity
-    _amp_state.opt_properties, _amp_state.loss_scalers = levels.Properties(), []
+    _amp_state.reset(verbosity)
     if not enabled:
+        _amp_state.initialized = True
         return models if optimizers is None else (models, optimizers)
     overrides = {
         "cast_model_type": cast_model_type,
@@ -80,11 +80,11 @@ def initialize(
         raise ValueError(f"num_losses must be a whole number above 0, got {num_losses!r}")
     nets = _modules(models)
     opts = _optimizers(optimizers)
-    _check_float32(nets)
+    _check_models(nets, chosen)
     devices = _device_types(nets)
     _prepare(nets, opts, chosen, cast_model_outputs)
     _amp_state.loss_scalers = [LossScaler(i, policy, devices[0]) for i in range(num_losses)]
-    _amp_state.opt_properties = chosen
+    _amp_state.opt_properties, _amp_state.initialized = chosen, True
     if chosen.patch_torch_functions:
         casts.turn_on(devices)
     _amp_state.say(f"gradlift amp: {chosen}")
@@ -107,11 +107,6 @@ def _prepare(
         if dtype is None:
             models.cast_forward(net, None, outputs)
             continue
-        if dtype is not torch.float32 and isinstance(net, PARALLEL):
-            raise ValueError(
-                f"wrap the model in {type(net).__name__} after amp.initialize and not before: "
-                "casting the weights breaks the wrapper"
-            )
         models.cast(net, dtype, bool(chosen.keep_batchnorm_fp32))
         models.cast_forward(net, dtype, outputs or torch.float32)
         if dtype in models.HALF:
@@ -143,8 +138,13 @@ def _optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     return opts
 
 
-def _check_float32(nets: list[torch.nn.Module]) -> None:
+def _check_models(nets: list[torch.nn.Module], chosen: levels.Properties) -> None:
     for net in nets:
+        if chosen.cast_model_type in models.HALF and isinstance(net, PARALLEL):
+            raise ValueError(
+                f"wrap the model in {type(net).__name__} after amp.initialize and not before: "
+                "casting the weights breaks the wrapper"
+            )
         for name, tensor in itertools.chain(net.named_parameters(), net.named_buffers()):
             if tensor.dtype is torch.float16:
                 raise ValueError(

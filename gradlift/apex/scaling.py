@@ -80,10 +80,13 @@ class AmpState:
     """What ``initialize`` set up; ``amp._amp_state``."""
 
     def __init__(self) -> None:
+        self.reset(1)
+
+    def reset(self, verbosity: int) -> None:
         self.opt_properties = Properties()
         self.loss_scalers: list[LossScaler] = []
         self.initialized = False
-        self.verbosity = 1
+        self.verbosity = verbosity
 
     def say(self, text: str) -> None:
         if self.verbosity > 0:

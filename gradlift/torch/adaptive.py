@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from gradlift.formats import get
 from gradlift.pilot import Pilot, Record, Survey
@@ -167,6 +168,13 @@ class AdaptiveGradScaler(GradScaler):
             return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
     _wants_amax = True
+
+    def _fast_norm(self, max_norm: float | None, state: dict[str, Any]) -> float | None:
+        # Its first pass gives the largest gradients, which would cost a pass of their own.
+        on_gpu = cast(Tensor, self._scale).is_cuda
+        if max_norm is None and on_gpu and state["stage"] is OptState.READY:
+            return math.inf
+        return max_norm
 
     def _note_amax(self, amax: Tensor) -> None:
         self._amaxes.append(amax.amax())

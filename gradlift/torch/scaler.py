@@ -235,8 +235,12 @@ class GradScaler(Remembering):
             result = closures.step(self, optimizer, closure, max_norm, retries, rest, rest_kwargs)
         elif torch.compiler.is_compiling():
             result = self._step_traced(optimizer, max_norm)
-        elif max_norm is not None and not (args or kwargs) and self._can_step_fast(optimizer):
-            result = self._step_fast(optimizer, max_norm)
+        elif (
+            (norm := self._fast_norm(max_norm, state)) is not None
+            and not (args or kwargs)
+            and self._can_step_fast(optimizer)
+        ):
+            result = self._step_fast(optimizer, norm)
         elif fused.supports(optimizer):
             result = self._step_fused(optimizer, max_norm, args, kwargs)
         else:
@@ -330,6 +334,11 @@ class GradScaler(Remembering):
         phase.update(scale, found, norm, max_norm)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
+
+    def _fast_norm(self, max_norm: float | None, state: dict[str, Any]) -> float | None:
+        """What the two-pass way should clip to; None to leave it: it is asked for by max_norm,
+        since torch's numbers come out bit for bit only in torch's own way."""
+        return max_norm
 
     # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
     _wants_amax = False
