@@ -24,7 +24,7 @@ from trainer_cases import (
 )
 
 from gradlift import Dynamic, Static
-from gradlift.torch import GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 pytest.importorskip("accelerate", reason="gradlift[accelerate] is not installed")
 from accelerate import Accelerator
@@ -79,13 +79,14 @@ def fit(
     accelerator = fp16(device, gradient_accumulation_steps=accumulate)
     scaler = scaler or fresh_scaler(device)
     if not after:
-        prepare_scaler(accelerator, scaler)
+        prepared = prepare_scaler(accelerator, scaler)
     model, ema = net(), net().to(device)
     optimizer = optimizer_for(model, fused)
     scheduler = scheduler_for(optimizer)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if after:
-        prepare_scaler(accelerator, scaler)
+        prepared = prepare_scaler(accelerator, scaler)
+    scaler = prepared.scaler
     accelerator.register_for_checkpointing(ema_state := Averages(ema))
     if resume is not None:
         accelerator.load_state(resume)
@@ -291,6 +292,12 @@ def test_every_policy_and_a_function_of_the_model():
     assert prepared.scaler.overflow_report()[0][0] == "0.weight"
 
 
+def test_the_adaptive_scaler_finds_the_model_and_resumes(tmp_path):
+    whole = fit(tmp_path, scaler=AdaptiveGradScaler)
+    assert whole.skipped >= len(OVERFLOW_AT)
+    fit(resume=tmp_path / "half", scaler=AdaptiveGradScaler).check_equals(whole)
+
+
 def test_loads_a_state_of_the_stock_scaler(tmp_path):
     accelerator = with_stock_scaler(fp16())
     model, optimizer = accelerator.prepare(model := net(), optimizer_for(model))
@@ -347,6 +354,15 @@ def test_refuses_what_needs_no_scaler():
         prepare_scaler(Accelerator(mixed_precision="bf16", cpu=True))
     with pytest.raises(TypeError, match=r"must be a gradlift\.torch\.GradScaler"):
         prepare_scaler(fp16(), torch.amp.GradScaler("cpu"))
+
+
+def test_refuses_a_second_scaler():
+    accelerator = fp16()
+    first = prepare_scaler(accelerator, fresh_scaler())
+    with pytest.raises(RuntimeError, match=r"call remove\(\)"):
+        prepare_scaler(accelerator)
+    first.remove()
+    prepare_scaler(accelerator)
 
 
 def test_refuses_a_version_that_nobody_looked_at(monkeypatch):

@@ -28,7 +28,7 @@ from trainer_cases import (
 )
 
 from gradlift import Dynamic, Static
-from gradlift.torch import GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 pytest.importorskip("lightning", reason="gradlift[lightning] is not installed")
 # Lightning imports, and warns about, much that is not ours; its own warnings are hushed below.
@@ -106,10 +106,9 @@ def trainer_with(plugin, folder=None, device="cpu", **kwargs):
     }
     if folder is not None:
         quiet["callbacks"] = [ModelCheckpoint(folder, save_last=True, save_top_k=-1)]
-    kwargs = {"max_steps": STEPS, "max_epochs": 99, **quiet, **kwargs}
+    kwargs = {"max_steps": STEPS, "max_epochs": 99, "devices": 1, **quiet, **kwargs}
     return pl.Trainer(
         accelerator="cpu" if device == "cpu" else "cuda",
-        devices=1,
         plugins=plugin,
         **kwargs,
     )
@@ -314,6 +313,16 @@ def test_every_policy_and_a_function_of_the_model():
     assert plugin.scaler.overflow_report()[0][0] == "net.0.weight"
 
 
+def test_the_adaptive_scaler_finds_the_model_and_resumes(tmp_path):
+    model, trainer = fit(tmp_path, plugin=GradLiftPrecision(AdaptiveGradScaler))
+    scaler = trainer.precision_plugin.scaler
+    assert scaler.skipped_steps >= len(OVERFLOW_AT)
+    assert scaler.plan is not None
+    half = next(tmp_path.glob("*step=6.ckpt"))
+    again = fit(tmp_path, ckpt_path=half, plugin=GradLiftPrecision(AdaptiveGradScaler))
+    run_of(*again).check_equals(run_of(model, trainer))
+
+
 def test_refuses_what_is_no_gradlift_scaler():
     with pytest.raises(TypeError, match=r"must be a gradlift\.torch\.GradScaler"):
         GradLiftPrecision(torch.amp.GradScaler("cpu"))
@@ -368,6 +377,41 @@ def test_ddp_with_one_process():
     run_of(*fit(strategy="ddp", use_distributed_sampler=False, max_steps=4)).check_equals(
         plain_loop(steps=4)
     )
+
+
+class OneBadRank(Patterns):
+    """Rank 1 overflows in step 1, and has a loss of NaN in step 2, which no scale can help."""
+
+    def training_step(self, batch, _):
+        inputs, targets = batch_of(2 * self.global_step + self.global_rank, self.device)
+        output = self.net(inputs)
+        if self.global_rank == 1 and self.global_step == 1:
+            output.register_hook(lambda grad: grad * float("inf"))
+        loss = nn.functional.cross_entropy(output, targets)
+        return loss * float("nan") if self.global_rank == 1 and self.global_step == 2 else loss
+
+
+def one_of_two_ranks(folder, kill_at, device):
+    warnings.simplefilter("ignore")
+    model = OneBadRank(fused=True)
+    plugin = GradLiftPrecision(fresh_scaler())
+    trainer = trainer_with(plugin, strategy="ddp", max_steps=4, devices=2)
+    trainer.fit(model, loader())
+    weights = torch.cat([p.detach().flatten() for p in model.net.parameters()])
+    both = [torch.empty_like(weights), torch.empty_like(weights)]
+    torch.distributed.all_gather(both, weights)
+    assert torch.equal(*both)
+    scaler = plugin.scaler
+    advanced = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+    facts = (scaler.skipped_steps, scaler.get_scale(), advanced)
+    print(f"rank {model.global_rank}: {facts}\n", flush=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
+def test_two_ranks_decide_alike(tmp_path):
+    text = start_ranks("test_lightning", "one_of_two_ranks", tmp_path, 2)
+    for rank in (0, 1):
+        assert f"rank {rank}: (2, 512.0, 2)" in text
 
 
 def one_shard(folder, kill_at, device):
@@ -536,7 +580,10 @@ def test_gpu_trainer_skips_and_schedules(fused):
 
 
 @pytest.mark.gpu
-def test_gpu_fsdp_clips_by_norm():
+@pytest.mark.usefixtures("_alone_again")
+def test_gpu_fsdp_clips_by_norm(monkeypatch):
+    # FSDP shards the average too, which is then no module of the same shape.
+    monkeypatch.setattr(Patterns, "on_train_batch_end", pl.LightningModule.on_train_batch_end)
     plugin = GradLiftFSDPPrecision(GradScaler("cuda", init_scale=2.0**10))
     fit(plugin=plugin, device="cuda", strategy="fsdp", gradient_clip_val=0.5, max_steps=4)
     assert plugin.scaler.skipped_steps == 1

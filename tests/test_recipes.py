@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradlift import Dynamic, Static
+from gradlift.torch import GradScaler
+
 ROOT = Path(__file__).parent.parent
 # As they were before any test let a trainer write ranks and addresses there.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -127,6 +130,36 @@ def test_gpu_cuda_graphs():
     text = start("recipe_cuda_graphs.py")
     falls(text, by=2)
     assert "skipped 1, scale 512" in text
+
+
+@pytest.mark.parametrize("page", ["recipes.md", "migration.md"])
+def test_what_the_pages_write_is_python(page):
+    text = (ROOT / "docs" / page).read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        compile(block, page, "exec")
+    names = {"Dynamic": Dynamic, "Static": Static, "GradScaler": GradScaler}
+    calls = re.findall(r"`((?:Dynamic|Static|GradScaler)[.\w]*\([^`]*\))`", text)
+    for call in calls:
+        if "..." not in call and "group" not in call and "device" not in call:
+            eval(call.replace('"cuda"', '"cpu"'), names)
+    assert page != "migration.md" or len(calls) > 8
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ("growth_interval=1000", Dynamic.deepspeed().growth_interval == 1000),
+        ("hysteresis=2", Dynamic.deepspeed().hysteresis == Dynamic.megatron().hysteresis == 2),
+        ("min_scale=1.0", Dynamic.deepspeed().min_scale == Dynamic.megatron().min_scale == 1.0),
+        ("init_scale=2.0**16", Dynamic.deepspeed().init_scale == 2.0**16),
+        ("init_scale=2.0**32", Dynamic.megatron().init_scale == 2.0**32),
+        ('on_floor="raise"', Dynamic.deepspeed().on_floor == "raise"),
+        ("consecutive_hysteresis=False", not Dynamic.megatron().consecutive_hysteresis),
+    ],
+)
+def test_the_presets_are_what_the_migration_page_says(mine, theirs):
+    assert mine in (ROOT / "docs" / "migration.md").read_text()
+    assert theirs
 
 
 def test_every_recipe_is_tested_and_documented():

@@ -7,7 +7,7 @@ import torch
 from trainer_cases import DECAY, DEVICES, KILL_AT, OVERFLOW_AT, die, fresh_scaler, run_until_killed
 
 from gradlift import Dynamic, Static
-from gradlift.torch import GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="gradlift[transformers] is not installed")
@@ -225,6 +225,14 @@ def test_every_policy_and_a_function_of_the_model(tmp_path):
     assert scales == [2.0**15, 2.0**8, 2.0**6, 2.0**8]
     assert made == [trainer.model]
     assert trainer.gradlift.scaler.overflow_report()[0][0].startswith("transformer.")
+
+
+def test_the_adaptive_scaler_finds_the_model_and_resumes(tmp_path):
+    whole = fit(tmp_path / "whole", scaler=AdaptiveGradScaler)
+    assert whole.gradlift.scaler.skipped_steps >= len(OVERFLOW_AT)
+    assert whole.gradlift.scaler.plan is not None
+    half = tmp_path / "whole" / f"checkpoint-{SAVE_AT}"
+    check_equal(fit(tmp_path / "again", resume=half, scaler=AdaptiveGradScaler), whole)
 
 
 def test_a_callback_serves_a_trainer_that_cannot_be_subclassed(tmp_path):

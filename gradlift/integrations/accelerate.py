@@ -81,6 +81,11 @@ def prepare_scaler(accelerator: Accelerator, scaler: ScalerSource = None) -> Pre
             f"under {_ELSEWHERE[accelerator.distributed_type]} losses are scaled inside that "
             "library, where no other scaler can be put; set its own options instead"
         )
+    if hasattr(accelerator, "_gradlift"):
+        raise RuntimeError(
+            "this Accelerator has a gradlift scaler already; call remove() on what the first "
+            "prepare_scaler() returned"
+        )
     return PreparedScaler(accelerator, scaler)
 
 
@@ -146,6 +151,7 @@ class PreparedScaler:
         ):
             mine = partial(getattr(self, f"_{name}"), getattr(accelerator, name))
             self._overrides.set(accelerator, name, mine)
+        self._overrides.set(accelerator, "_gradlift", self)
         self._overrides.set(accelerator, "unscale_gradients", self._unscale_gradients)
         self._overrides.set(accelerator, "native_amp", True)
 

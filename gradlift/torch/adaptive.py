@@ -101,6 +101,7 @@ class AdaptiveGradScaler(GradScaler):
         self._engine = Engine(model, linear=linear)
         self._step_number = 0
         self._amaxes: list[Tensor] = []
+        self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
         if self._enabled:
             self._engine.probe()
@@ -223,12 +224,12 @@ class AdaptiveGradScaler(GradScaler):
         record = arrived.record()
         survey = arrived.survey(record.exponent)
         # Reading the report waits for the device, but only after an overflow.
-        report = self.overflow_report() if record.overflow and survey is None else ()
+        overflowed = self._overflowed() if record.overflow and survey is None else []
         shift = self._pilot.saw(
             record,
             self._step_number,
             survey,
-            overflowed=[name for name, *_ in report],
+            overflowed=overflowed,
             blind=self._pilot.plan is None and not self._engine.can_watch,
         )
         if shift:
@@ -237,6 +238,10 @@ class AdaptiveGradScaler(GradScaler):
             scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
         if (survey or record.overflow) and self._pilot.offsets != self._engine.offsets:
             self._engine.follow(self._pilot.offsets)
+
+    def _overflowed(self) -> list[str]:
+        """The parameters that held the last overflow, from before a checkpoint if none is newer."""
+        return [name for name, *_ in self.overflow_report()] or self._loaded_overflowed
 
     def _probe_if_due(self, step: int) -> None:
         waiting = any(pending.probed for pending in self._pending)
@@ -257,6 +262,7 @@ class AdaptiveGradScaler(GradScaler):
                 "pending": [pending.to_dict() for pending in self._pending],
                 "pins": self._engine.pins,
                 "probing": self._engine.probing,
+                "overflowed": self._overflowed(),
             }
         return state
 
@@ -271,12 +277,13 @@ class AdaptiveGradScaler(GradScaler):
         try:
             pending = deque(_Pending.from_dict(row) for row in own["pending"])
             step, probing, pins = int(own["step"]), bool(own["probing"]), dict(own["pins"])
-            pilot = own["pilot"]
+            pilot, overflowed = own["pilot"], [str(name) for name in own.get("overflowed", ())]
         except (KeyError, TypeError) as error:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self._pilot.load(pilot)
         self._step_number, self._pending = step, pending
+        self._loaded_overflowed = overflowed
         self._engine.take()
         self._engine.pin(pins)
         self._engine.follow(self._pilot.offsets)
