@@ -65,14 +65,22 @@ def test_everything_counts_as_flushed_far_below_the_range():
     assert parameters["0.weight"].share == 1.0
 
 
-def test_without_the_recorded_activations_other_decisions_would_be_counted():
-    """Why the reference is held to them: in plain float32 some ReLUs decide otherwise."""
+def test_a_relu_that_decides_otherwise_in_float32_is_not_counted():
     torch.manual_seed(0)
-    relu = nn.Sequential(nn.Linear(256, 256), nn.ReLU())
-    x = torch.randn(256, 256)
-    with torch.autocast("cpu", torch.float16):
-        half = relu(x)
-    assert ((half == 0) != (relu(x) == 0)).any()
+    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
+    x, y = torch.randn(256, 128), torch.arange(256) % 4
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return F.cross_entropy(model(x).float(), y)
+
+    with flushed.recorded(model) as half, torch.autocast("cpu", torch.float16):
+        scaled = loss(model) * 2.0**14
+    scaled.backward()
+    with flushed.recorded(model) as single:
+        loss(model)
+    held, free = (flushed.reference(model, loss, seen)[1] for seen in (half, single))
+    assert flushed.outputs_flushed(half, free)["0"].flushed > 0
+    assert flushed.outputs_flushed(half, held)["0"].flushed == 0
 
 
 def test_the_reference_leaves_the_model_alone():
