@@ -62,7 +62,8 @@ class Recording:
 
     def _keep(self, name: str, place: int) -> Callable[[Tensor], None]:
         def keep(grad: Tensor) -> None:
-            self.gradients[name][place] = grad.detach().clone()
+            if grad is not None:  # an output that the loss did not use
+                self.gradients[name][place] = grad.detach().clone()
 
         return keep
 
