@@ -92,6 +92,17 @@ def local(grad: Tensor) -> Tensor:
     return grad if to_local is None else to_local()
 
 
+def is_spread(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a gradient is a DTensor on several ranks, of which each holds a part."""
+    for param in parameters(optimizer):
+        grad = param.grad
+        if grad is not None and type(grad) is not Tensor:
+            mesh = getattr(grad, "device_mesh", None)
+            if mesh is not None and mesh.size() > 1:
+                return True
+    return False
+
+
 def _coalesced(grad: Tensor) -> Tensor:
     if grad.dtype is torch.float16 and grad.device.type == "cpu":
         return grad.float().coalesce().to(torch.float16)

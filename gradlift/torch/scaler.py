@@ -430,6 +430,12 @@ class GradScaler(Remembering):
         self, optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
     ) -> Tensor:
         """Measure gradients that are ``scale`` times too large; what to multiply them by."""
+        if grads.is_spread(optimizer):
+            raise ValueError(
+                "max_norm cannot clip DTensor gradients that are spread over ranks yet: each rank "
+                "would clip by the norm of its own part. Call scaler.unscale_(optimizer) and "
+                "torch.nn.utils.clip_grad_norm_(...) before scaler.step(optimizer)"
+            )
         buckets = grads.collect(optimizer, True, coalesce=True)
         device = next(iter(buckets))[0] if scale is None and buckets else None
         where = scale.device if scale is not None else device or torch.device("cpu")
