@@ -141,7 +141,7 @@ def one_rank(rank, path, results):
 @pytest.mark.skipif(sys.platform != "linux" or not dist.is_gloo_available(), reason="needs gloo")
 def test_ranks_scales_diverge(tmp_path):
     """pytorch#90057, #136009: shards differ, so one rank overflows and another does not."""
-    with mp.Manager() as manager:
+    with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         mp.spawn(one_rank, (tmp_path / "rendezvous", results), nprocs=2)
         assert results[0] == (8.0, 4.0)
