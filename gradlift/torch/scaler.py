@@ -307,6 +307,11 @@ class GradScaler(Remembering):
         self.slow_step_reason = phase.gather()
         if self.slow_step_reason is None and phase.grads.device != cast(Tensor, self._scale).device:
             self.slow_step_reason = "the gradients are not on the loss's device"
+        elif self.slow_step_reason is None and fused.supports(optimizer):
+            sizes = phase.grads.host_numels
+            # On the CPU the passes gain by staying in the cache, and lose by their bookkeeping.
+            if phase.grads.device.type == "cpu" and sum(sizes) < 4096 * len(sizes):
+                self.slow_step_reason = "tensors too small to gain on the CPU"
         return self.slow_step_reason is None
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
