@@ -1,4 +1,5 @@
-"""PyTorch: ``GradScaler``, a drop-in replacement for ``torch.amp.GradScaler``."""
+"""PyTorch: ``GradScaler``, a drop-in replacement for ``torch.amp.GradScaler``, and
+``AdaptiveGradScaler``, which finds its scale from the gradients."""
 
 try:
     import torch as _torch  # noqa: F401
@@ -7,7 +8,8 @@ except ImportError as error:
         "gradlift.torch needs PyTorch 2.6 or newer: pip install 'gradlift[torch]'"
     ) from error
 
+from gradlift.torch.adaptive import AdaptiveGradScaler
 from gradlift.torch.masters import MasterWeights
 from gradlift.torch.scaler import GradScaler
 
-__all__ = ["GradScaler", "MasterWeights"]
+__all__ = ["AdaptiveGradScaler", "GradScaler", "MasterWeights"]

@@ -1,0 +1,369 @@
+"""``AdaptiveGradScaler``: no scale to choose, and an exponent for each part that needs its own.
+
+It drives three things and decides nothing itself: the engine (``engine.py``) runs backward
+passes at given exponents and records probes, the pilot (``gradlift.pilot``) decides, and
+``GradScaler`` does all the rest. After a step::
+
+    record of the step: scale, largest gradient, overflow     on the device, one copy to the host
+    probe of the step, if it was one                           likewise
+    record and probe of the step DELAY before                  to the pilot, waiting if it must
+    what the pilot says                                        to the scale and the engine
+
+The delay is fixed, so that a run takes the same steps on a fast machine and on a slow one. On an
+overflow the device halves the scale at once, without asking the pilot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from gradlift.formats import get
+from gradlift.pilot import Pilot, Record, Survey
+from gradlift.plan import Plan
+from gradlift.policy import Dynamic
+from gradlift.torch import grads
+from gradlift.torch.engine import Engine
+from gradlift.torch.probe import Probe
+from gradlift.torch.readback import InFlight
+from gradlift.torch.scaler import GradScaler
+
+# Steps between a step and what is made of it.
+DELAY = 2
+
+STATE_KEY = "gradlift_adaptive"
+VERSION = 1
+
+
+class AdaptiveGradScaler(GradScaler):
+    """A ``GradScaler`` that finds its scale from the gradients, for each part of the model.
+
+    The loop is ``GradScaler``'s::
+
+        scaler = AdaptiveGradScaler(model, "cuda")
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = loss_fn(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        print(scaler.plan)
+
+    ``p.grad / scaler.get_scale()`` is the true gradient of every parameter, whatever the plan.
+
+    Args:
+        model: the model that the losses come from.
+        device: a device type, as for ``torch.amp.GradScaler``.
+        format: the format that gradients are stored in.
+        tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
+        headroom: bits to keep free above the largest gradient seen.
+        interval: steps between two probes; None for 200.
+        init_scale: the scale of the first step; low, since the first probes climb from it.
+        layerwise: whether parts of the model may have exponents of their own.
+        rule: how exponents are chosen; only ``"range"`` so far.
+        emulate: not supported yet.
+        enabled: if False every method passes its input through.
+        linear: autograd Functions of the user's that are linear in their gradient; any other
+            written in Python holds its part of the model at the global scale.
+        process_group: the ranks that must decide alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str = "cuda",
+        *,
+        format: str = "float16",
+        tolerance: float = 1e-3,
+        headroom: int = 3,
+        interval: int | None = None,
+        init_scale: float = 2.0**8,
+        layerwise: bool = True,
+        rule: str = "range",
+        emulate: bool = False,
+        enabled: bool = True,
+        linear: Iterable[type] = (),
+        process_group: Any = None,
+    ) -> None:
+        _check_arguments(model, interval, init_scale, rule, emulate)
+        policy = Dynamic(init_scale=init_scale, growth_interval=2**31 - 1, max_scale=2.0**96)
+        super().__init__(
+            device, enabled=enabled, policy=policy, model=model, process_group=process_group
+        )
+        self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise)
+        self._engine = Engine(model, linear=linear)
+        self._step_number = 0
+        self._amaxes: list[Tensor] = []
+        self._pending: deque[_Pending] = deque()
+        if self._enabled:
+            self._engine.probe()
+
+    # What the user may ask and set.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The current plan; None before the first probe has come back."""
+        return self._pilot.plan
+
+    @property
+    def neutral(self) -> str | None:
+        """Why the latest backward pass ran at the global scale throughout, if it had to."""
+        return self._engine.neutral
+
+    def pin(self, offsets: Mapping[str, int]) -> None:
+        """Fix exponents by hand, relative to the loss's, by module name; ``{}`` ends it.
+
+        The part of the graph that holds the op which made a module's output runs at the loss's
+        exponent plus the offset, for every output and every call; all other parts at 0.
+
+        Raises:
+            ValueError: a name that is no module's. Two pins that the graph puts into one
+                component with different offsets raise it in the next ``scale()``.
+        """
+        self._engine.pin(offsets)
+        if offsets:
+            # What is flushed at exponents set by hand says nothing about the planned ones.
+            self._engine.take()
+        else:
+            self._engine.follow(self._pilot.offsets)
+            self._pilot.next_probe = self._step_number
+            self._probe_if_due(self._step_number)
+
+    def close(self) -> None:
+        """Stop watching the model; from then on it is a plain ``GradScaler``."""
+        self._engine.close()
+        self._pending.clear()
+
+    # The stages that differ from GradScaler's.
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` times the scale, their graphs ready to run at their exponents."""
+        if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
+            return super().scale(outputs)
+        self._engine.check(outputs)
+        scaled = super().scale(outputs)
+        self._engine.arm(scaled)
+        return scaled
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        if torch.compiler.is_compiling():
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with torch.no_grad():
+            buckets = self._checked = grads.collect(optimizer, allow_fp16)
+            self._note_largest(buckets)
+            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+
+    def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            with torch.no_grad():
+                self._note_largest(grads.collect(optimizer, True))
+        super()._step_fast(optimizer, max_norm)
+
+    def _note_largest(self, buckets: grads.Buckets) -> None:
+        """Keeps the largest magnitude among the gradients, still scaled: 0-d, on the device."""
+        home = cast(Tensor, self._scale).device
+        for tensors in buckets.values():
+            filled = [tensor for tensor in tensors if tensor.numel()]
+            if filled:
+                largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
+                self._amaxes.append(largest.to(home, non_blocking=True))
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the step: the next scale, and what the step DELAY before has taught."""
+        if not self._enabled or torch.compiler.is_compiling():
+            super().update(new_scale)
+            return
+        row = self._row()
+        super().update(new_scale)
+        probe = self._engine.take()
+        if probe is not None and self._process_group is not None:
+            _sum_over_ranks(probe, self._process_group)
+        self._pending.append(_Pending(self._step_number, InFlight(row), probe))
+        if len(self._pending) > DELAY:
+            self._heed(self._pending.popleft())
+        self._step_number += 1
+        self._probe_if_due(self._step_number)
+
+    def _row(self) -> Tensor:
+        """float32 [4] on the device: scale, largest gradient, overflow, bad loss."""
+        scale = self._device_state("update")[0].scale
+        found, bad_loss = self._overflow_counts(required=False)
+        amaxes, self._amaxes = self._amaxes, []
+        largest = torch.stack(amaxes).amax() if amaxes else self._zero
+        row = torch.stack([scale, largest, found.float(), bad_loss.float()])
+        if self._process_group is not None:
+            torch.distributed.all_reduce(
+                row, op=torch.distributed.ReduceOp.MAX, group=self._process_group
+            )
+        return row
+
+    def _heed(self, arrived: _Pending) -> None:
+        record = arrived.record()
+        survey = arrived.survey(record.exponent)
+        # Reading the report waits for the device, but only after an overflow.
+        report = self.overflow_report() if record.overflow and survey is None else ()
+        shift = self._pilot.saw(
+            record,
+            self._step_number,
+            survey,
+            overflowed=[name for name, *_ in report],
+            blind=self._pilot.plan is None and not self._engine.can_watch,
+        )
+        if shift:
+            scale = cast(Tensor, self._scale)
+            # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
+            scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
+        if (survey or record.overflow) and self._pilot.offsets != self._engine.offsets:
+            self._engine.follow(self._pilot.offsets)
+
+    def _probe_if_due(self, step: int) -> None:
+        waiting = any(pending.probed for pending in self._pending)
+        due = step >= self._pilot.next_probe or self._engine.unplanned
+        if due and not waiting and not self._engine.pins:
+            self._engine.probe()
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """``GradScaler``'s, and the plan with all that it rests on, under a key of its own."""
+        state = super().state_dict()
+        if state:
+            state[STATE_KEY] = {
+                "version": VERSION,
+                "step": self._step_number,
+                "pilot": self._pilot.to_dict(),
+                "pending": [pending.to_dict() for pending in self._pending],
+                "pins": self._engine.pins,
+                "probing": self._engine.probing,
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this class, of ``GradScaler`` or of torch's scaler."""
+        if not isinstance(state_dict, dict) or STATE_KEY not in state_dict:
+            super().load_state_dict(state_dict)
+            return
+        own = state_dict[STATE_KEY]
+        if not isinstance(own, dict) or own.get("version") != VERSION:
+            raise ValueError(f"state_dict[{STATE_KEY!r}] is not one of version {VERSION}")
+        try:
+            pending = deque(_Pending.from_dict(row) for row in own["pending"])
+            step, probing, pins = int(own["step"]), bool(own["probing"]), dict(own["pins"])
+            pilot = own["pilot"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
+        self._pilot.load(pilot)
+        self._step_number, self._pending = step, pending
+        self._engine.take()
+        self._engine.pin(pins)
+        self._engine.follow(self._pilot.offsets)
+        if probing:
+            self._engine.probe()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_engine"] = (self._engine.model, self._engine.linear)
+        state["_pending"] = None
+        state["_amaxes"] = []
+        state["_adaptive_state"] = self.state_dict() if self._enabled else None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("_adaptive_state")
+        super().__setstate__(state)
+        model, linear = cast(Any, self._engine)
+        self._engine = Engine(model, linear=linear)
+        self._pending = deque()
+        if saved is not None:
+            self.load_state_dict(saved)
+
+
+class _Pending:
+    """A step whose record is on its way."""
+
+    def __init__(
+        self, step: int, row: InFlight | None, probe: Probe | None, saved: Any = None
+    ) -> None:
+        self._step, self._row, self._probe, self._saved = step, row, probe, saved
+
+    @property
+    def probed(self) -> bool:
+        return self._probe is not None or bool(self._saved and self._saved["survey"])
+
+    def record(self) -> Record:
+        """The record; waits for it if it must."""
+        if self._saved:
+            return Record(**self._saved["record"])
+        assert self._row is not None
+        scale, largest, found, bad_loss = self._row.wait().tolist()
+        exponent = _exponent(scale)
+        known = math.isfinite(largest) and largest > 0
+        return Record(
+            self._step,
+            0 if exponent is None else exponent,
+            _exponent(largest / scale) if known else None,
+            found > 0,
+            bad_loss > 0,
+        )
+
+    def survey(self, exponent: int) -> Survey | None:
+        """What a probed step showed, None if nothing was recorded."""
+        if self._saved:
+            return self._saved["survey"] and Survey.from_dict(self._saved["survey"])
+        if self._probe is None or self._probe.empty:
+            return None
+        return self._probe.survey(exponent)
+
+    def to_dict(self) -> dict[str, Any]:
+        record = self.record()
+        survey = self.survey(record.exponent)
+        return {"record": vars(record), "survey": survey and survey.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> _Pending:
+        record = Record(**data["record"])
+        if data["survey"]:
+            Survey.from_dict(data["survey"])
+        return cls(record.step, None, None, dict(data))
+
+
+def _exponent(value: float) -> int | None:
+    return math.frexp(value)[1] - 1 if value > 0 and math.isfinite(value) else None
+
+
+def _sum_over_ranks(probe: Probe, group: Any) -> None:
+    for counts in probe.counts.values():
+        torch.distributed.all_reduce(counts, group=group)
+
+
+def _check_arguments(
+    model: Any, interval: Any, init_scale: float, rule: str, emulate: bool
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
+        )
+    if interval is not None and (
+        isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
+    ):
+        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
+    if math.frexp(init_scale)[0] != 0.5:
+        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+    if rule != "range":
+        raise ValueError(f"rule must be 'range', got {rule!r}")
+    if emulate:
+        raise ValueError("emulate=True is not supported yet")

@@ -1,0 +1,393 @@
+"""Watches a model and runs its backward passes at given exponents, exactly.
+
+In the order of a training step::
+
+    engine.pin(...) or engine.follow(...)   what to run at; engine.probe() to look as well
+    forward                                 each module's output gets a cut that does nothing
+    engine.arm(scaled loss)                 walk its graph, find the components, set the cuts
+    scaled loss.backward()                  the cuts multiply; parameters get global gradients
+
+Outputs are seen through torch's global forward hook, which is installed only while something is
+pinned, a plan has active cuts or a probe is due. Nothing is put on the modules: copying,
+pickling or scripting the model knows nothing of the engine. While nothing is due, ``arm``
+returns at once and a step costs what it costs without an engine.
+
+Every armed graph is walked in full, each time. A graph that differs from the planned one is
+therefore seen before its backward, and runs neutral: all offsets 0, a plain global scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from gradlift.torch import tasks
+from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, LeafReturn, Marks, Root
+from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
+from gradlift.torch.graph import Node, Walk, walk
+from gradlift.torch.names import Names, check_offsets
+from gradlift.torch.probe import Probe
+
+# As far as two exponents of a plan can be apart.
+LARGEST_OFFSET = 120
+
+_engines = itertools.count()
+
+
+class Engine:
+    """Runs the backward passes of ``model`` at an exponent for each component.
+
+    Args:
+        model: the model whose modules' outputs are the places where the exponent may change.
+        linear: autograd Functions of the user's that are linear in their gradient; any other
+            written in Python holds its component at the global scale.
+    """
+
+    def __init__(self, model: nn.Module, *, linear: Iterable[type] = ()) -> None:
+        self.model = model
+        self.active: tuple[tuple[str, int], ...] = ()
+        """(key, shift) of the cuts that multiply, in the graph armed last."""
+        self.neutral: str | None = None
+        """Why the last armed graph or backward pass ran at the global scale throughout."""
+        self.unplanned = False
+        """Whether a graph came along that the plan was not made for; a probe clears it."""
+        self.linear = frozenset(linear)
+        self._names = Names(model)
+        self._pins: dict[str, int] = {}
+        self._plan: dict[str, int] = {}
+        self._probe: Probe | None = None
+        self._numbers = itertools.count()
+        self._marks = Marks(next(_engines))
+        self._roots: weakref.WeakSet[Root] = weakref.WeakSet()
+        self._handle: Any = None
+        self._said: set[str] = set()
+
+    # What to run at.
+
+    def pin(self, offsets: Mapping[str, int]) -> None:
+        """Fixes offsets by module name; everything else runs at 0. ``{}`` goes back to the plan.
+
+        Raises:
+            ValueError: an unknown name, or an offset that is no whole number in range.
+        """
+        check_offsets(offsets, LARGEST_OFFSET)
+        self._names = Names(self.model)
+        first = self._names.resolve(offsets)
+        pins: dict[str, int] = {}
+        for name, offset in offsets.items():
+            if pins.setdefault(first[name], offset) != offset:
+                raise ValueError(
+                    f"pins contradict each other: {first[name]!r} and {name!r} are one module, "
+                    f"and {pins[first[name]]} is not {offset}"
+                )
+        self._pins = pins
+        self._refresh()
+
+    @property
+    def pins(self) -> dict[str, int]:
+        """The pins in force, by the first name of each module."""
+        return dict(self._pins)
+
+    def follow(self, offsets: Mapping[str, int]) -> None:
+        """Runs at planned offsets, given by key (see ``exponents``), from the next arm on."""
+        check_offsets(offsets, LARGEST_OFFSET)
+        self._plan = dict(offsets)
+        self.unplanned = False
+        self._refresh()
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """The planned offsets in force, by key; pins come before them."""
+        return dict(self._plan)
+
+    def probe(self) -> None:
+        """Makes the graphs armed from now on record their gradients, until ``take``."""
+        self._probe = Probe()
+        self._refresh()
+
+    def take(self) -> Probe | None:
+        """Ends the probe and hands it over, its copy to the host under way; None without one."""
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            self._refresh()
+            self.unplanned = False
+            probe.send()
+        return probe
+
+    @property
+    def probing(self) -> bool:
+        """Whether armed graphs record their gradients."""
+        return self._probe is not None
+
+    @property
+    def can_watch(self) -> bool:
+        """Whether outputs can be looked at when something is due; what cannot is said once."""
+        return self._handle is not None or self._can_watch()
+
+    @property
+    def watching(self) -> bool:
+        """Whether module outputs are being looked at."""
+        return self._handle is not None
+
+    def close(self) -> None:
+        """Stops for good. Graphs that are armed run neutral."""
+        self._pins, self._plan, self._probe = {}, {}, None
+        self._refresh()
+        for root in list(self._roots):
+            root.gate = None
+
+    def _refresh(self) -> None:
+        due = bool(self._pins) or any(self._plan.values()) or self._probe is not None
+        if due and self._handle is None and self._can_watch():
+            self._names = Names(self.model)
+            self._handle = _watch(self)
+        elif not due and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        elif due and self._probe is not None:
+            # Modules may have been added since.
+            self._names = Names(self.model)
+
+    def _can_watch(self) -> bool:
+        if not tasks.available():
+            self._say("this version of torch does not show its backward passes to Python")
+        elif is_compiled(self.model):
+            self._say(
+                "the model, or a part of it, is compiled, and cuts inside compiled code are not "
+                "supported yet"
+            )
+        else:
+            return True
+        return False
+
+    # The forward pass.
+
+    def _saw(self, module: nn.Module, output: Any) -> None:
+        name = self._names.of_module.get(id(module))
+        if name is None or not torch.is_grad_enabled() or is_foreign_pass():
+            return
+        for number, tensor in enumerate(tensors_in(output)):
+            if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+                self._place_cut(tensor, name, number)
+
+    def _place_cut(self, tensor: torch.Tensor, name: str, output: int) -> None:
+        node: Node = tensor.grad_fn
+        if node is None:
+            return
+        cuts = node.metadata.setdefault(self._marks.cuts, {})
+        cut = cuts.get(tensor.output_nr)
+        if cut is None:
+            cut = cuts[tensor.output_nr] = Cut(next(self._numbers))
+            tensor.register_hook(cut)
+        if (name, output) not in cut.names:
+            cut.names.append((name, output))
+
+    # Arming.
+
+    def arm(self, scaled: Any) -> None:
+        """Makes the graphs below scaled losses run at their exponents.
+
+        Call it in ``scale()``, before anything else has changed: it raises on contradictory
+        pins and then has changed nothing. Losses armed together, or one after the other while
+        they share a part of the graph, get one assignment.
+
+        Args:
+            scaled: a tensor, or tensors in lists, tuples or dicts: the losses times the scale.
+                Their own last op must be the multiplication.
+        """
+        if not self.watching:
+            return
+        tensors = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
+        new = [(tensor, _edges_below(tensor)) for tensor in tensors]
+        if not new:
+            return
+        found, old = self._walk([edge for _, edges in new for edge in edges])
+        assignment = self._assign(found)
+        if not old and self._probe is None and not any(assignment.offsets):
+            return
+        gate = Gate(self._probe)
+        self._set(found, assignment.offsets, gate)
+        for root in old + [self._root(tensor, edges) for tensor, edges in new]:
+            root.gate = gate
+
+    def check(self, losses: Any) -> None:
+        """Raises what ``arm`` would raise on these losses, not yet scaled; changes nothing."""
+        if not self.watching or not self._pins:
+            return
+        for loss in tensors_in(losses):
+            if loss.grad_fn is not None:
+                found, _ = self._walk([(loss.grad_fn, loss.output_nr)])
+                if not _differentiated(found):
+                    from_pins(found, self._pins)
+
+    def _walk(self, edges: list[tuple[Node, int]]) -> tuple[Walk, list[Root]]:
+        """The graph below ``edges`` and below every living root it shares nodes with."""
+        alive: defaultdict[Gate, list[Root]] = defaultdict(list)
+        for root in list(self._roots):
+            if root.gate is not None:
+                alive[root.gate].append(root)
+        marks, met, joined = self._marks, set[Gate](), list[Root]()
+
+        def cuts_of(node: Node) -> Mapping[int, Cut] | None:
+            written = node.metadata
+            gate = written.get(marks.gate)
+            if gate in alive:
+                met.add(gate)
+            return written.get(marks.cuts)
+
+        while True:
+            found = walk(edges, cuts_of, self.linear)
+            fresh = [root for gate in met for root in alive.pop(gate)]
+            met.clear()
+            if not fresh:
+                return found, joined
+            joined += fresh
+            edges = edges + [edge for root in fresh for edge in root.edges]
+
+    def _assign(self, found: Walk) -> Assignment:
+        self.active, self.neutral = (), None
+        if not found.cuts and not self._owns_a_leaf(found):
+            self._say("the loss does not come from the watched model")
+        if _differentiated(found):
+            self.neutral = DIFFERENTIATED
+            assignment = Assignment([0] * found.components)
+        elif self._pins:
+            assignment = from_pins(found, self._pins)
+        elif any(self._plan.values()):
+            assignment = from_plan(found, keys_of(found), self._plan)
+        else:
+            assignment = Assignment([0] * found.components)
+        for sentence in assignment.refused:
+            self._say(sentence, whole=False)
+        if assignment.unplanned is not None:
+            self.neutral = f"the graph is not the planned one: {assignment.unplanned}"
+            self.unplanned = True
+        return assignment
+
+    def _owns_a_leaf(self, found: Walk) -> bool:
+        own = self._names.of_parameter
+        return any(id(edge.leaf) in own for edge in found.leaves)
+
+    def _set(self, found: Walk, offsets: list[int], gate: Gate) -> None:
+        for node in found.nodes:
+            node.metadata[self._marks.gate] = gate
+        for edge in found.cuts:
+            edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
+        self._set_leaves(found, offsets, gate)
+        keys = keys_of(found)
+        self.active = tuple(
+            (keys[edge.cut][0], edge.cut.shift) for edge in found.cuts if edge.cut.shift
+        )
+        if self._probe is not None:
+            self._probe.attach(found, keys, offsets, self._names.of_parameter, self._leaf_return)
+
+    def _set_leaves(self, found: Walk, offsets: list[int], gate: Gate) -> None:
+        positions: defaultdict[Node, list[int]] = defaultdict(list)
+        shifts: dict[Node, int] = {}
+        for edge in found.leaves:
+            positions[edge.node].append(edge.position)
+            shifts[edge.node] = -offsets[edge.component]
+        for node, own in positions.items():
+            written = node.metadata.get(self._marks.leaves)
+            if written is None and not shifts[node] and gate.probe is None:
+                continue
+            self._leaf_return(node).arm(gate, shifts[node], tuple(own))
+
+    def _leaf_return(self, node: Node) -> LeafReturn:
+        written = node.metadata.get(self._marks.leaves)
+        if written is None:
+            written = node.metadata[self._marks.leaves] = LeafReturn()
+            node.register_hook(written)
+        return written
+
+    def _root(self, tensor: torch.Tensor, edges: list[tuple[Node, int]]) -> Root:
+        node: Node = tensor.grad_fn
+        root = node.metadata[self._marks.root] = Root(edges, self._marks, _noting(self))
+        tensor.register_hook(root)
+        self._roots.add(root)
+        return root
+
+    def _say(self, reason: str, *, whole: bool = True) -> None:
+        if whole:
+            self.neutral = reason
+        if reason not in self._said:
+            self._said.add(reason)
+            ending = "; gradients stay at the global scale" if whole else ""
+            warnings.warn(f"gradlift: {reason}{ending}", stacklevel=2)
+
+
+def _edges_below(tensor: torch.Tensor) -> list[tuple[Node, int]]:
+    assert tensor.grad_fn is not None
+    return [edge for edge in tensor.grad_fn.next_functions if edge[0] is not None]
+
+
+def _differentiated(found: Walk) -> bool:
+    return any(edge.cut.differentiated for edge in found.cuts)
+
+
+def _watch(engine: Engine) -> Any:
+    """Installs the forward hook; it goes when the engine is closed or collected."""
+    reference = weakref.ref(engine)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        watched = reference()
+        if watched is not None:
+            watched._saw(module, output)
+
+    handle = register_module_forward_hook(hook)
+    weakref.finalize(engine, handle.remove)
+    return handle
+
+
+def _noting(engine: Engine) -> Any:
+    reference = weakref.ref(engine)
+
+    def note(reason: str) -> None:
+        watched = reference()
+        if watched is not None:
+            watched.neutral = reason
+
+    return note
+
+
+def is_foreign_pass() -> bool:
+    """Whether this forward is a recomputation inside a backward, or a function transform."""
+    if tasks.current_task() != tasks.NO_TASK:
+        return True
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return bool(torch.jit.is_tracing() or (transforms is not None and transforms()))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to the model or to a module in it."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

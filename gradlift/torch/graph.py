@@ -1,0 +1,227 @@
+"""The autograd graph below a loss, as components and cuts.
+
+A gradient reaches a node through one of its slots, one for each tensor that the forward op
+made, and everything that flows into one slot is added up there. A cut sits on a slot: what
+feeds it is downstream, the node itself upstream. So::
+
+    components = the nodes, joined along every edge that ends in a slot without a cut;
+                 what feeds one and the same cut is joined too, since it is added up
+
+Leaves end the walk. The edge into a leaf brings the gradient back to the global scale (see
+``cuts.py``), for each use of the leaf on its own, so that a wrong gradient cannot come from
+there. Still the components that use one leaf are joined: under autocast they share its one
+half-precision copy anyway, and tied weights keep one exponent in every precision. Only those
+that are held at the global scale are left out, since a weight penalty inside the loss would
+otherwise hold the whole network there.
+
+Held at the global scale, with the reason in ``Walk.held``: the loss's component; components
+with an autograd Function written in Python or C++ by others, which may do anything to its
+gradient; and components that feed a leaf too narrow to be brought back in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+Node = Any
+"""A ``torch.autograd.graph.Node``; torch gives each C++ node a class of its own."""
+
+
+def _accumulation_type() -> type:
+    leaf = torch.zeros((), requires_grad=True)
+    return type(leaf.view_as(leaf).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
+ACCUMULATE = _accumulation_type()
+
+# A gradient in these is brought back by any sensible power of two without loss.
+WIDE_DTYPES = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128}
+)
+
+# Functions known to be linear in their gradient, though written in Python: module and name.
+# Those that exchange gradients between ranks are not here: the ranks would have to agree on
+# the exponent of every pass.
+LINEAR = {
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "RegisterPreBackwardFunction"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction"),
+    ("torch.nn.parallel.distributed", "_DDPSink"),
+    ("torch.nn.modules._functions", "CrossMapLRN2d"),
+}
+
+
+class CutEdge(NamedTuple):
+    """A cut and the components it lies between."""
+
+    cut: Any
+    downstream: int
+    upstream: int
+
+
+class LeafEdge(NamedTuple):
+    """Where a gradient leaves the graph: ``node``'s gradient number ``position``."""
+
+    node: Node
+    position: int
+    leaf: torch.Tensor
+    component: int
+
+
+@dataclass
+class Walk:
+    """What lies below a loss. Component 0 is the loss's."""
+
+    nodes: list[Node]
+    component_of: list[int]
+    """The component of each node."""
+    components: int
+    cuts: list[CutEdge]
+    leaves: list[LeafEdge]
+    held: dict[int, str]
+    """Component to the reason why it stays at the global scale."""
+
+
+class DisjointSets:
+    """Disjoint sets of whole numbers."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+
+    def add(self) -> int:
+        self.parent.append(len(self.parent))
+        return len(self.parent) - 1
+
+    def find(self, item: int) -> int:
+        parent = self.parent
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    def join(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        # The smaller number stays, so that the loss's component keeps 0.
+        if a < b:
+            self.parent[b] = a
+        else:
+            self.parent[a] = b
+
+
+def walk(
+    edges: Iterable[tuple[Node, int]],
+    cuts_of: Callable[[Node], Mapping[int, Any] | None],
+    linear: frozenset[type] = frozenset(),
+) -> Walk:
+    """The graph below a loss.
+
+    Args:
+        edges: (node, slot) that the gradient of the loss flows into.
+        cuts_of: the cuts on a node, by slot.
+        linear: autograd Functions declared linear by the user.
+    """
+    found = _Search(cuts_of)
+    found.run(edges)
+    return found.result(linear)
+
+
+class _Search:
+    def __init__(self, cuts_of: Callable[[Node], Mapping[int, Any] | None]) -> None:
+        self.cuts_of = cuts_of
+        self.sets = DisjointSets()
+        self.loss = self.sets.add()
+        self.index: dict[Node, int] = {}
+        self.cuts: dict[Node, Mapping[int, Any]] = {}
+        self.feeds: dict[tuple[Node, int], int] = {}
+        self.leaves: list[tuple[Node, int, Node, int]] = []
+
+    def run(self, edges: Iterable[tuple[Node, int]]) -> None:
+        stack: list[Node] = []
+        for node, slot in edges:
+            if type(node) is not ACCUMULATE:
+                self._edge(self.loss, node, slot, stack)
+        while stack:
+            node = stack.pop()
+            own = self.index[node]
+            for position, (target, slot) in enumerate(node.next_functions):
+                if target is None:
+                    continue
+                if type(target) is ACCUMULATE:
+                    self.leaves.append((node, position, target, own))
+                else:
+                    self._edge(own, target, slot, stack)
+
+    def _edge(self, source: int, target: Node, slot: int, stack: list[Node]) -> None:
+        own = self.index.get(target)
+        if own is None:
+            own = self.index[target] = self.sets.add()
+            cuts = self.cuts_of(target)
+            if cuts:
+                self.cuts[target] = cuts
+            stack.append(target)
+        if target in self.cuts and slot in self.cuts[target]:
+            self.sets.join(self.feeds.setdefault((target, slot), source), source)
+        else:
+            self.sets.join(own, source)
+
+    def result(self, linear: frozenset[type]) -> Walk:
+        find, index = self.sets.find, self.index
+        held = {find(self.loss): "it holds the loss"}
+        for node, own in index.items():
+            reason = not_linear(node, linear)
+            if reason:
+                held.setdefault(find(own), reason)
+        for _, _, accumulation, own in self.leaves:
+            reason = too_narrow(accumulation.variable)
+            if reason:
+                held.setdefault(find(own), reason)
+        self._join_uses_of_a_leaf(held)
+        number = {root: n for n, root in enumerate(sorted({find(i) for i in index.values()} | {0}))}
+        return Walk(
+            list(index),
+            [number[find(own)] for own in index.values()],
+            len(number),
+            [
+                CutEdge(self.cuts[node][slot], number[find(source)], number[find(index[node])])
+                for (node, slot), source in self.feeds.items()
+            ],
+            [
+                LeafEdge(node, position, accumulation.variable, number[find(own)])
+                for node, position, accumulation, own in self.leaves
+            ],
+            {number[find(component)]: reason for component, reason in held.items()},
+        )
+
+    def _join_uses_of_a_leaf(self, held: Mapping[int, str]) -> None:
+        first: dict[Node, int] = {}
+        for _, _, accumulation, own in self.leaves:
+            own = self.sets.find(own)
+            if own not in held:
+                self.sets.join(first.setdefault(accumulation, own), own)
+
+
+def not_linear(node: Node, linear: frozenset[type]) -> str | None:
+    """Why a node may not be linear in its gradient, or None."""
+    if isinstance(node, BackwardCFunction):
+        function = getattr(node, "_forward_cls", None)
+        if function in linear or (
+            (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in LINEAR
+        ):
+            return None
+        name = getattr(function, "__name__", type(node).__name__)
+        return f"the autograd Function {name} may not be linear in its gradient"
+    # Extensions' Functions have no class of their own in Python, torch's built-in nodes do.
+    if type(node).__name__ == "CppFunction" and "CppNode" in node.name():
+        return f"the C++ autograd Function {node.name()} may not be linear in its gradient"
+    return None
+
+
+def too_narrow(leaf: torch.Tensor) -> str | None:
+    """Why a leaf's gradient cannot be brought back to the global scale, or None."""
+    if leaf.dtype in WIDE_DTYPES:
+        return None
+    return f"it feeds a {str(leaf.dtype).removeprefix('torch.')} leaf, which has no room"

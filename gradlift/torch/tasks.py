@@ -1,0 +1,93 @@
+"""Which backward pass is running, who started it, and what it was asked for.
+
+A cut may act only in a pass whose whole graph was looked at. The autograd engine numbers its
+passes; from what a pass was started, and whether ``inputs=`` asked for the gradient of some
+tensor, it does not tell. The call that started it is still on a stack, though: the hooks of a
+CPU pass run in the calling thread, those of a CUDA pass in a thread of the device while the
+caller waits inside ``_engine_run_backward``. So the arguments are read there. What cannot be
+read is answered with None, and the caller then stays neutral.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd import graph as autograd_graph
+
+_ENTRY = getattr(autograd_graph, "_engine_run_backward", None)
+_ENTRY_CODE = getattr(_ENTRY, "__code__", None)
+
+_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+
+NO_TASK = -1
+
+
+def available() -> bool:
+    """Whether this torch lets us see its backward passes."""
+    return _task_id is not None and _ENTRY_CODE is not None
+
+
+def current_task() -> int:
+    """The number of the backward pass this thread works for, ``NO_TASK`` outside one."""
+    return NO_TASK if _task_id is None else _task_id()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a running backward pass."""
+
+    outputs: tuple[Any, ...]
+    """Autograd nodes that it started from."""
+    inputs: tuple[Any, ...]
+    """Tensors or gradient edges named in ``inputs=``; empty when it goes to all leaves."""
+
+
+def running_calls() -> list[Call]:
+    """The calls that may have started the pass this thread works for.
+
+    One on a CPU pass; on a CUDA pass one for each thread that waits for a backward.
+    """
+    own = _entry_frame(sys._getframe())
+    if own is not None:
+        return [call for call in (_read(own),) if call is not None]
+    frames = (_entry_frame(frame) for frame in list(sys._current_frames().values()))
+    return [call for frame in frames if frame and (call := _read(frame)) is not None]
+
+
+def _entry_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the stack that called the engine."""
+    while frame is not None and frame.f_code is not _ENTRY_CODE:
+        frame = frame.f_back
+    return frame
+
+
+def _read(frame: FrameType) -> Call | None:
+    outputs = frame.f_locals.get("t_outputs")
+    arguments = frame.f_locals.get("args")
+    # grad_tensors, retain_graph, create_graph, inputs: torch passes these by position.
+    if outputs is None or not isinstance(arguments, tuple) or len(arguments) < 4:
+        return None
+    return Call(tuple(_nodes(outputs)), tuple(arguments[3] or ()))
+
+
+def _nodes(outputs: Any) -> Iterator[Any]:
+    for output in outputs:
+        node = output.grad_fn if isinstance(output, torch.Tensor) else output.node
+        if node is not None:
+            yield node
+
+
+def asks_for_an_intermediate(call: Call) -> bool:
+    """Whether ``inputs=`` names a tensor that is not a leaf."""
+    for wanted in call.inputs:
+        if isinstance(wanted, torch.Tensor):
+            if wanted.grad_fn is not None:
+                return True
+        elif wanted.node.next_functions:
+            return True
+    return False

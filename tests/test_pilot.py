@@ -1,0 +1,193 @@
+"""Where the exponents go from step to step, in plain Python."""
+
+import json
+
+import pytest
+
+from gradlift.pilot import PATIENCE, Pilot, Record, Survey
+from gradlift.plan import BINS, Component, Cut, Graph, Histogram
+
+GRAPH = Graph((Component(), Component(("a",))), (Cut("a", 0, 1),))
+
+
+def pilot(**changes):
+    return Pilot(**{"format": "float16", "tolerance": 1e-3, "headroom": 3, **changes})
+
+
+def histogram(*exponents, stored_at=0):
+    """Elements of these true exponents, recorded in float32."""
+    bins = [0] * BINS
+    for exponent in exponents:
+        bins[exponent + stored_at + 127] += 100
+    return Histogram.from_bins(bins, stored_at, "float32")
+
+
+def survey(first, second, graph=GRAPH):
+    return Survey(graph, (first, second), {"a.weight": 1})
+
+
+def record(step, exponent, amax: int | None = -5, overflow=False, bad_loss=False):
+    return Record(step, exponent, amax, overflow, bad_loss)
+
+
+NEAR, FAR = histogram(-10, -8), histogram(-50, -48)
+
+
+def test_a_survey_sets_the_global_exponent_and_the_offsets():
+    it = pilot()
+    shift = it.saw(record(0, 8), 2, survey(NEAR, NEAR))
+    assert 8 + shift == it.plan.global_exponent
+    assert it.plan.one_exponent_serves
+    assert it.offsets == {"a": 0}
+    it = pilot()
+    it.saw(record(0, 8), 2, survey(NEAR, FAR))
+    assert it.offsets["a"] > 20
+
+
+def test_without_layers_there_is_one_exponent():
+    it = pilot(layerwise=False)
+    it.saw(record(0, 8), 2, survey(NEAR, FAR))
+    assert it.offsets == {"a": 0}
+
+
+def test_shifts_take_those_into_account_that_are_under_way():
+    it = pilot()
+    first = it.saw(record(0, 8), 2, survey(NEAR, NEAR))
+    assert first > 0
+    # Steps 1 and 2 ran before the shift; nothing is to be done about them.
+    assert it.saw(record(1, 8), 3) == 0
+    assert it.saw(record(2, 8), 4) == 0
+    assert it.saw(record(3, 8 + first), 5) == 0
+
+
+def test_the_exponent_falls_at_once_when_parameter_gradients_grow_and_rises_slowly():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 2, survey(NEAR, NEAR))
+    room = it.plan.room
+    shift = it.saw(record(3, exponent, amax=-5 + room + 4), 5)
+    assert shift == -4
+    exponent += shift
+    shifts = [it.saw(record(n, exponent, amax=-20), n + 2) for n in range(6, 8 + PATIENCE)]
+    assert 0 < sum(shifts) <= 3
+    assert not any(shifts[: PATIENCE - 3])
+
+
+def test_a_probe_of_an_easy_batch_does_not_forget_the_hard_ones():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8, amax=-5), 2, survey(NEAR, NEAR))
+    easy = survey(histogram(-20, -18), histogram(-20, -18))
+    shift = it.saw(record(3, exponent, amax=-15), 5, easy)
+    assert 0 <= shift <= it.headroom
+    assert it.plan.global_exponent == exponent + shift, "the plan says what is in force"
+
+
+def test_an_overflow_lowers_the_exponent_and_asks_for_a_probe():
+    it = pilot()
+    it.saw(record(0, 8), 2, survey(NEAR, NEAR))
+    assert it.next_probe > 6
+    assert it.saw(record(3, 14, amax=None, overflow=True), 5) < 0
+    assert it.next_probe == 6
+
+
+def test_a_bad_loss_asks_for_nothing():
+    it = pilot()
+    it.saw(record(0, 8), 2, survey(NEAR, NEAR))
+    plan, due = it.plan, it.next_probe
+    bad = record(3, plan.global_exponent, None, True, True)
+    assert it.saw(bad, 5, survey(NEAR, FAR)) == 0
+    assert (it.plan, it.next_probe) == (plan, due)
+
+
+def test_probes_follow_each_other_while_something_is_out_of_sight_but_not_for_ever():
+    it = pilot()
+    zeros = Histogram.from_bins([5000] + [0] * (BINS - 1), 8, "float16")
+    step, exponent, probes = 0, 8, []
+    for _ in range(30):
+        exponent += it.saw(record(step, exponent), step + 2, survey(NEAR, zeros))
+        probes.append(it.next_probe - step)
+        step = it.next_probe
+        zeros = Histogram.from_bins([5000] + [0] * (BINS - 1), exponent, "float16")
+    assert probes[0] == 3
+    assert probes[-1] > 100
+
+
+def test_early_probes_come_more_often():
+    it, step, waits = pilot(interval=100), 0, []
+    while step < 600:
+        it.saw(record(step, 8), step + 2, survey(NEAR, NEAR))
+        waits.append(it.next_probe - step - 2)
+        step = it.next_probe
+    assert waits[0] == 8
+    assert waits == sorted(waits)
+    assert waits[-1] == 100
+
+
+def test_nothing_is_at_stake_in_wide_formats():
+    graph = Graph(tuple(Component(c.modules, "float32") for c in GRAPH.components), GRAPH.cuts)
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 2, survey(NEAR, FAR, graph))
+    assert it.plan.one_exponent_serves
+    for step in range(1, 200):
+        exponent += it.saw(record(step, exponent, amax=-40), step + 2)
+    assert exponent == it.plan.global_exponent
+
+
+def test_blind_it_goes_by_the_parameters():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8, amax=-10), 2, blind=True)
+    assert exponent == 15 - 3 + 10 - 3
+    assert it.saw(record(1, 8, amax=-10), 3, blind=True) == 0
+    assert it.saw(record(3, exponent, amax=-4), 5, blind=True) < 0
+
+
+def test_its_memory_survives_json():
+    it = pilot()
+    it.saw(record(0, 8), 2, survey(NEAR, FAR))
+    it.saw(record(3, 14, None, True), 5)
+    other = pilot()
+    other.load(json.loads(json.dumps(it.to_dict())))
+    assert other.to_dict() == it.to_dict()
+    for step in range(6, 80):
+        looked = survey(NEAR, FAR) if step % 20 == 0 else None
+        arguments = (record(step, 14 - step // 9, amax=step % 7 - 9), step + 2, looked)
+        assert other.saw(*arguments) == it.saw(*arguments)
+    assert other.plan == it.plan
+
+
+@pytest.mark.parametrize("missing", ["plan", "history", "limit", "peaks"])
+def test_a_damaged_memory_is_refused_and_changes_nothing(missing):
+    it = pilot()
+    it.saw(record(0, 8), 2, survey(NEAR, FAR))
+    saved = it.to_dict()
+    damaged = {key: value for key, value in saved.items() if key != missing}
+    with pytest.raises(ValueError, match="damaged"):
+        it.load(damaged)
+    assert it.to_dict() == saved
+
+
+def test_surveys_survive_json():
+    data = json.loads(json.dumps(survey(NEAR, None).to_dict()))
+    assert Survey.from_dict(data) == survey(NEAR, None)
+    del data["graph"]["cuts"]
+    with pytest.raises(ValueError, match="damaged"):
+        Survey.from_dict(data)
+
+
+def test_an_overflow_is_met_where_the_parameters_show_it_first():
+    chain = Graph(
+        (Component(), Component(("b",)), Component(("a",))), (Cut("b", 0, 1), Cut("a", 1, 2))
+    )
+    looked = Survey(chain, (NEAR, NEAR, FAR), {"b.weight": 1, "a.weight": 2})
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 2, looked)
+    far = it.plan.exponents[2]
+    overflow = record(3, exponent, None, True)
+    shift = it.saw(overflow, 5, overflowed=["a.weight"])
+    assert shift == 0
+    assert it.plan.exponents[2] < far
+    assert it.plan.exponents[:2] == (exponent, exponent)
+    assert it.next_probe == 6
+    it = pilot()
+    it.saw(record(0, 8), 2, looked)
+    assert it.saw(overflow, 5, overflowed=["b.weight", "a.weight"]) < 0
+    assert it.plan.exponents[2] == far, "what lies beyond took the inf in, and is left alone"

@@ -1,0 +1,417 @@
+"""AdaptiveGradScaler: finds its scale, keeps the gradient, wastes no step, resumes exactly."""
+
+import copy
+import json
+import math
+import pickle
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradlift.torch import AdaptiveGradScaler, GradScaler
+from gradlift.torch.adaptive import DELAY, STATE_KEY
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tanh_net(depth, width=16, gain=0.8, out=4):
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        linear = nn.Linear(width, width)
+        nn.init.normal_(linear.weight, std=gain * width**-0.5)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, out))
+
+
+X = torch.randn(32, 16, generator=torch.Generator().manual_seed(5))
+Y = torch.arange(32) % 4
+
+
+def loss_of(model, x=X, y=Y):
+    with torch.autocast("cpu", torch.float16):
+        out = model(x)
+    return F.cross_entropy(out.float(), y)
+
+
+class Run:
+    """A training run whose steps can be taken one at a time."""
+
+    def __init__(self, model, scaler=None, lr=0.05, loss=loss_of, **options):
+        self.model, self.loss = model, loss
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        self.scaler = AdaptiveGradScaler(model, "cpu", **options) if scaler is None else scaler
+        self.scales, self.skipped, self.losses = [], 0, []
+
+    def steps(self, count):
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss = self.loss(self.model)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.skipped += bool(self.scaler.last_step_skipped)
+            self.scaler.update()
+            self.scales.append(self.scaler.get_scale())
+            self.losses.append(loss.item())
+        return self
+
+
+def output_gradients(model, loss_of_model, scaler=None):
+    """The gradient at each layer's output, as a hook of the user's sees it."""
+    seen = {}
+
+    def watch(number):
+        def hook(module, args, output):
+            output.register_hook(lambda grad: seen.__setitem__(number, grad.clone()))
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(n)) for n, module in enumerate(model)]
+    loss = loss_of_model(model)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return seen
+
+
+def flushed(model, scaler):
+    """For each layer, which part of its output's gradient is flushed, against float64."""
+    found = output_gradients(model, loss_of, scaler)
+    twin = copy.deepcopy(model).double()
+    true = output_gradients(twin, lambda m: F.cross_entropy(m(X.double()), Y))
+    return [((found[n] == 0) & (true[n] != 0)).sum().item() / true[n].numel() for n in true]
+
+
+def test_a_deep_net_keeps_its_gradient_where_one_scale_loses_it():
+    model = tanh_net(120, gain=0.75)
+    best = min(max(flushed(model, GradScaler("cpu", init_scale=2.0**e))) for e in range(0, 24, 3))
+    assert best > 0.9, "one scale loses nearly all of the worst layer"
+    run = Run(model, lr=0.0).steps(20)
+    assert run.skipped == 0
+    assert run.scaler.plan.active
+    assert max(flushed(model, run.scaler)) <= 1e-3
+    run.scaler.close()
+
+
+def test_it_climbs_from_a_low_start_without_an_overflow_and_stays():
+    run = Run(tanh_net(8), init_scale=1.0).steps(60)
+    assert run.skipped == 0
+    assert run.scales[0] == 1.0
+    assert run.scales[12] >= 2.0**8
+    assert len(set(run.scales[20:])) <= 3
+    assert run.scaler.plan.one_exponent_serves
+    assert "one exponent serves" in str(run.scaler.plan)
+    assert not run.scaler._engine.watching, "nothing to do between probes"
+    run.scaler.close()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_way_to_step_tells_the_largest_gradient(unscale, max_norm, kind, fused):
+    model = tanh_net(3)
+    scaler = AdaptiveGradScaler(model, "cpu")
+    optimizer = kind(model.parameters(), lr=0.0, fused=fused)
+    records = []
+    saw = scaler._pilot.saw
+
+    def listen(record, *args, **kwargs):
+        records.append(record)
+        return saw(record, *args, **kwargs)
+
+    scaler._pilot.saw = listen
+    for _ in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        largest = max(p.grad.abs().max().item() for p in model.parameters()) / scaler.get_scale()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+    assert [record.amax for record in records] == [math.frexp(largest)[1] - 1] * 3
+    scaler.close()
+
+
+def test_true_gradients_whatever_the_plan():
+    model = tanh_net(120, gain=0.75)
+    run = Run(model, lr=0.0).steps(12)
+    assert run.scaler.plan.active
+    model.zero_grad()
+    run.scaler.scale(loss_of(model)).backward()
+    assert run.scaler._engine.active
+    found = [p.grad / run.scaler.get_scale() for p in model.parameters()]
+    model.zero_grad()
+    twin = copy.deepcopy(model).double()
+    F.cross_entropy(twin(X.double()), Y).backward()
+    true = [cast(torch.Tensor, p.grad) for p in twin.parameters()]
+    for grad, exact in zip(found, true, strict=True):
+        assert (grad - exact).norm() < 0.3 * exact.norm()
+    run.scaler.close()
+
+
+def test_gradients_that_shrink_by_far_are_followed_without_a_skip():
+    model, fall = tanh_net(4), [0]
+
+    def loss(model):
+        fall[0] += 1
+        return loss_of(model) * 2.0 ** -min(fall[0] / 30, 12)
+
+    run = Run(model, loss=loss, interval=40).steps(450)
+    assert run.skipped == 0
+    assert run.scales[-1] >= 2.0**8 * run.scales[20]
+    run.scaler.close()
+
+
+def test_gradients_that_grow_are_met_before_they_overflow():
+    model, rise = tanh_net(4), [0]
+
+    def loss(model):
+        rise[0] += 1
+        return loss_of(model) * 2.0 ** min(rise[0] / 8, 16)
+
+    run = Run(model, loss=loss, lr=0.0).steps(150)
+    assert run.skipped == 0
+    assert run.scales[-1] <= 2.0**-10 * max(run.scales)
+    run.scaler.close()
+
+
+def test_after_an_overflow_it_skips_backs_off_and_probes_again():
+    model, step = tanh_net(4), [0]
+
+    def loss(model):
+        step[0] += 1
+        return loss_of(model) * (2.0**14 if step[0] == 20 else 1.0)
+
+    run = Run(model, loss=loss, lr=0.0).steps(19)
+    before = run.scales[-1]
+    run.steps(1)
+    assert run.skipped == 1
+    assert run.scales[-1] == before / 2
+    probes = []
+    for _ in range(6):
+        run.steps(1)
+        probes.append(run.scaler._engine.probing)
+    assert any(probes)
+    assert run.skipped == 1
+    run.scaler.close()
+
+
+def test_layerwise_off_gives_one_exponent():
+    run = Run(tanh_net(120, gain=0.75), layerwise=False, lr=0.0).steps(15)
+    assert run.scaler.plan.one_exponent_serves
+    assert not run.scaler._engine.active
+    assert run.scales[-1] > 2.0**8
+    run.scaler.close()
+
+
+def test_a_resumed_run_takes_the_very_same_steps():
+    for stop in (1, 2, 3, 5, 17):
+        torch.manual_seed(3)
+        model = tanh_net(60, gain=0.7)
+        run = Run(model, lr=0.02, interval=9).steps(stop)
+        saved = json.loads(json.dumps(run.scaler.state_dict()))
+        twin = copy.deepcopy(model)
+        other = Run(twin, lr=0.02, interval=9)
+        other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        other.scaler.load_state_dict(saved)
+        run.steps(15)
+        other.steps(15)
+        assert other.scales == run.scales[stop:]
+        assert other.losses == run.losses[stop:]
+        assert other.scaler.plan == run.scaler.plan
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a, b)
+        run.scaler.close()
+        other.scaler.close()
+
+
+def test_its_state_loads_in_torchs_scaler_and_the_other_way_round():
+    run = Run(tanh_net(4)).steps(5)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(run.scaler.state_dict())
+    assert theirs.get_scale() == run.scaler.get_scale()
+    plain = GradScaler("cpu", init_scale=2.0**11)
+    run.scaler.load_state_dict(plain.state_dict())
+    assert run.scaler.get_scale() == 2.0**11
+    run.scaler.close()
+
+
+def test_a_damaged_state_is_refused_and_changes_nothing():
+    run = Run(tanh_net(4)).steps(5)
+    good = run.scaler.state_dict()
+    for damage in (
+        {**good, STATE_KEY: 3},
+        {**good, STATE_KEY: {**good[STATE_KEY], "version": 99}},
+        {**good, STATE_KEY: {**good[STATE_KEY], "pilot": {}}},
+        {**good, STATE_KEY: {"version": 1}},
+    ):
+        with pytest.raises(ValueError, match=STATE_KEY + "|adaptive"):
+            run.scaler.load_state_dict(damage)
+        assert run.scaler.state_dict() == good
+    run.scaler.close()
+
+
+def test_pickles_and_copies_go_on_as_the_original():
+    run = Run(tanh_net(4), lr=0.0).steps(6)
+    for twin in (pickle.loads(pickle.dumps(run.scaler)), copy.deepcopy(run.scaler)):
+        assert twin.state_dict() == run.scaler.state_dict()
+        assert twin._engine.model is not run.model
+        twin.close()
+    run.scaler.close()
+
+
+def test_pins():
+    model = tanh_net(4)
+    scaler = AdaptiveGradScaler(model, "cpu", init_scale=2.0**6)
+    with pytest.raises(ValueError, match="no module named 'nope'"):
+        scaler.pin({"nope": 1})
+    scaler.pin({"2": 5, "4": -3})
+
+    def plain(m):
+        return F.cross_entropy(m(X), Y)
+
+    found, true = output_gradients(model, plain, scaler), output_gradients(model, plain)
+    assert torch.equal(found[2], true[2] * 2.0 ** (6 + 5))
+    assert torch.equal(found[4], true[4] * 2.0 ** (6 - 3))
+    assert torch.equal(found[6], true[6] * 2.0**6)
+    scaler.scale(plain(model)).backward()
+    grads = [p.grad / scaler.get_scale() for p in model.parameters()]
+    model.zero_grad()
+    plain(model).backward()
+    for grad, p in zip(grads, model.parameters(), strict=True):
+        assert torch.equal(grad, p.grad)
+    scaler.close()
+
+
+def test_contradictory_pins_are_refused_in_scale_before_anything_changes():
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 4)))
+    scaler = AdaptiveGradScaler(model, "cpu")
+    scaler.pin({"0": 1, "0.0": 2})
+    with pytest.raises(ValueError, match=r"'0.0' at 2 and '0' at 1"):
+        scaler.scale(F.cross_entropy(model(X), Y))
+    assert scaler._scale is None
+    scaler.pin({})
+    scaler.scale(F.cross_entropy(model(X), Y)).backward()
+    scaler.close()
+
+
+def test_unpinning_goes_back_to_the_plan_and_probes():
+    run = Run(tanh_net(120, gain=0.75), lr=0.0).steps(15)
+    assert run.scaler.plan.active
+    run.scaler.pin({"4": 3})
+    run.steps(3)
+    assert dict(run.scaler._engine.active) == {"4": 3, "3": -3}
+    run.scaler.pin({})
+    run.steps(1)
+    planned = {cut.name: cut.shift for cut in run.scaler.plan.active}
+    assert dict(run.scaler._engine.active) == planned
+    run.scaler.close()
+
+
+def test_a_float32_model_has_nothing_to_do():
+    model = tanh_net(4)
+    run = Run(model, loss=lambda m: F.cross_entropy(m(X), Y)).steps(30)
+    assert run.skipped == 0
+    assert run.scaler.plan.one_exponent_serves
+    assert len(set(run.scales[10:])) == 1
+    run.scaler.close()
+
+
+def test_nan_in_a_probe_keeps_the_last_good_plan():
+    model = tanh_net(4)
+    run = Run(model, lr=0.0, interval=5).steps(12)
+    plan = run.scaler.plan
+
+    def bad(model):
+        return loss_of(model) * math.nan
+
+    run.loss = bad
+    with pytest.warns(RuntimeWarning, match="the loss is inf or NaN"):
+        run.steps(6)
+    assert run.scaler.plan == plan
+    run.loss = loss_of
+    run.steps(8)
+    assert run.skipped == 6
+    assert run.scales[-1] == run.scales[11]
+    run.scaler.close()
+
+
+def test_a_loss_from_another_model_is_said_once():
+    scaler = AdaptiveGradScaler(tanh_net(2), "cpu")
+    other = tanh_net(2)
+    with pytest.warns(UserWarning, match="does not come from the watched model"):
+        scaler.scale(loss_of(other)).backward()
+    scaler.scale(loss_of(other)).backward()
+    scaler.close()
+
+
+def test_a_compiled_model_is_followed_by_its_parameters_alone():
+    model = tanh_net(3)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.warns(UserWarning, match="compiled"):
+        run = Run(compiled, lr=0.0)
+    run.steps(8)
+    assert run.skipped == 0
+    assert run.scaler.plan is None
+    assert run.scales[-1] > 2.0**9
+    run.scaler.close()
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"nn.Module, got 3"):
+        AdaptiveGradScaler(3)
+    for options in ({"interval": 0}, {"init_scale": 3.0}, {"rule": "magic"}, {"emulate": True}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            AdaptiveGradScaler(tanh_net(1), "cpu", **options)
+
+
+def test_disabled_it_passes_everything_through():
+    model = tanh_net(2)
+    scaler = AdaptiveGradScaler(model, "cpu", enabled=False)
+    loss = loss_of(model)
+    assert scaler.scale(loss) is loss
+    scaler.update()
+    assert scaler.state_dict() == {}
+    assert not scaler._engine.watching
+
+
+def test_what_is_learnt_takes_effect_after_a_fixed_delay():
+    run = Run(tanh_net(4), lr=0.0)
+    run.steps(DELAY)
+    assert run.scaler.plan is None
+    run.steps(1)
+    assert run.scaler.plan is not None
+    run.scaler.close()
+
+
+def test_autocast_equals_the_neutral_run_where_nothing_was_out_of_range():
+    """Weights and inputs on a coarse grid: every float16 gradient is exact in both runs."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for p in model.parameters():
+        p.data = torch.randint(-2, 3, p.shape) / 2.0
+    x = torch.randint(-2, 3, (4, 8)).float()
+    grads = {}
+    for pins in ({}, {"0": 3, "1": -2, "2": 4}):
+        scaler = AdaptiveGradScaler(model, "cpu", init_scale=2.0**3)
+        scaler.pin(pins)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        scaler.scale(out.float().sum()).backward()
+        assert bool(scaler._engine.active) == bool(pins)
+        grads[bool(pins)] = [p.grad.clone() for p in model.parameters()]
+        scaler.close()
+    for a, b in zip(grads[False], grads[True], strict=True):
+        assert torch.equal(a, b)
+        assert a.abs().sum() > 0

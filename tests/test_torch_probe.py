@@ -1,0 +1,309 @@
+"""Histograms on the device, and the graph that a probe brings back."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from cuts_harness import SCALE, plain, probe_of, random_offsets, run, same, survey_of
+from torch import nn
+
+from gradlift.histogram import BINS
+from gradlift.plan import choose
+from gradlift.torch import probe as probes
+from gradlift.torch.engine import Engine
+from gradlift.torch.probe import Probe, count_in_plain_torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(6)
+
+
+def plain_bins(values):
+    """The reference: one element after the other."""
+    bins = Counter()
+    for value in values:
+        if not math.isfinite(value):
+            bins[255] += 1
+        elif abs(value) < 2.0**-126:
+            bins[0] += 1
+        else:
+            bins[math.frexp(value)[1] - 1 + 127] += 1
+    return [bins[n] for n in range(BINS)]
+
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 65504.0, 2.0**-24, 3 * 2.0**-26, 1e-40, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_exponents_are_counted_as_one_by_one(dtype, device, monkeypatch):
+    wide = torch.randn(7, 30, 9) * torch.exp2(torch.randint(-30, 16, (7, 30, 9)).float())
+    special = torch.tensor(SPECIAL).repeat(3)
+    for grad in (wide.to(dtype), wide.to(dtype).transpose(0, 2)[::2], special.to(dtype)):
+        counts = torch.zeros(BINS, dtype=torch.int64, device=device)
+        for chunk in (probes._CHUNK, 100):
+            monkeypatch.setattr(probes, "_CHUNK", chunk)
+            count_in_plain_torch(grad.to(device), counts)
+        expected = plain_bins(grad.float().flatten().tolist())
+        assert counts.tolist() == [2 * count for count in expected]
+
+
+@pytest.mark.gpu
+def test_the_deterministic_count_is_the_same():
+    exponents = torch.randint(0, 256, (10_000,), dtype=torch.int32, device="cuda")
+    fast = probes._count(exponents).tolist()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert probes._count(exponents).tolist() == fast
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fast == torch.bincount(exponents, minlength=BINS).tolist()
+
+
+@pytest.mark.gpu
+def test_a_probe_does_not_wait_for_the_device():
+    model = mlp(4, 64, 64, 2).cuda()
+    engine, x = Engine(model), torch.randn(8, 4, device="cuda")
+    for _ in range(2):
+        engine.probe()
+        run(model, squared(x), engine)
+        engine.take()
+    engine.probe()
+    loss = squared(x)(model) * SCALE
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.arm(loss)
+        loss.backward()
+        probe = engine.take()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert set(probe.tensors(10)) >= {"0", "2", "4", "0.weight"}
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.randn(3, 4).to_sparse(),
+        torch.randn(3, dtype=torch.complex64),
+        torch.zeros(0, 3),
+    ],
+)
+def test_other_layouts_are_counted_by_what_they_hold(grad):
+    probe = Probe()
+    probe._row("x", 0, 0, 0)
+    probe.record(0, grad)
+    dense = probes._dense(grad)
+    assert sum(sum(counts.tolist()[0]) for counts in probe.counts.values()) == dense.numel()
+
+
+def mlp(*widths):
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def squared(x):
+    return lambda model: model(x).pow(2).mean()
+
+
+def test_a_chain_becomes_components_cuts_and_histograms():
+    model = mlp(4, 6, 2)
+    probe = probe_of(model, squared(torch.randn(5, 4)))
+    survey = probe.survey(10)
+    modules = [set(component.modules) for component in survey.graph.components]
+    assert modules == [set(), {"2", ""}, {"1"}, {"0"}]
+    assert survey.graph.loss == 0
+    assert {(cut.name, cut.downstream, cut.upstream) for cut in survey.graph.cuts} == {
+        ("2", 0, 1), ("1", 1, 2), ("0", 2, 3)
+    }  # fmt: skip
+    assert all(component.format == "float32" for component in survey.graph.components)
+    assert set(probe.tensors(10)) == {"0", "1", "2", *(n for n, _ in model.named_parameters())}
+    # The gradient at a cut counts for both sides of it.
+    nonzero = [histogram.nonzero for histogram in survey.histograms]
+    assert nonzero == [10, 10 + 30, 30 + 30, 30]
+
+
+def test_histograms_are_those_of_the_true_gradient_at_any_exponent():
+    model, step = mlp(4, 6, 6, 2), squared(torch.randn(5, 4))
+    reference = probe_of(model, step)
+    expected, before = run(model, step, None, 1.0)
+    engine = Engine(model)
+    engine.follow(random_offsets(reference.survey(10).graph, 1))
+    engine.probe()
+    found, _ = run(model, step, engine)
+    same(found, expected)
+    assert engine.active
+    probe = engine.take()
+    tensors = probe.tensors(10)
+    for key, histogram in tensors.items():
+        assert histogram.counts == reference.tensors(10)[key].counts, key
+    for key, grad in before.items():
+        if key in tensors:
+            bins = plain_bins(grad.flatten().tolist())
+            counts = tuple((n - 127, c) for n, c in enumerate(bins) if c and 0 < n < 255)
+            assert tensors[key].counts == counts
+    assert probe.survey(10).graph == reference.survey(10).graph
+    engine.close()
+
+
+def test_parameter_gradients_bound_their_component():
+    """They sum over the batch and can be far larger than what they are made of."""
+    model, x = mlp(4, 6, 2), torch.ones(4096, 4)
+    survey = survey_of(model, lambda m: m(x).sum())
+    first = next(
+        h for c, h in zip(survey.graph.components, survey.histograms, strict=True)
+        if "0" in c.modules
+    )  # fmt: skip
+    amax = model[0].weight.grad.abs().max().item() / SCALE
+    assert first.parameters == math.frexp(amax)[1] - 1
+    assert first.peak == first.parameters
+    assert first.parameters >= first.counts[-1][0] + 8
+    plan = choose(survey.graph, survey.histograms, format="float16")
+    exponent = plan.components[3].exponent
+    assert amax * 2.0**exponent < 65504
+
+
+def test_micro_batches_add_up_in_one_row():
+    model, batches = mlp(4, 6, 2), torch.randn(3, 5, 4)
+
+    def by_turns(engine, losses, scale):
+        for loss in losses:
+            plain(engine, loss, scale)
+
+    def step(m):
+        return [m(x).pow(2).mean() for x in batches]
+
+    engine = Engine(model)
+    engine.probe()
+    run(model, step, engine, backward=by_turns)
+    probe = engine.take()
+    assert len(probe.rows) == 3 + 4
+    assert probe.tensors(10)["1"].nonzero == 3 * 5 * 6
+    engine.close()
+
+
+def test_graphs_of_one_probe_are_joined_by_their_keys():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, which):
+            y = self.a(x)
+            return self.b(y) + y if which else self.c(y)
+
+    model, x = Two(), torch.randn(3, 4)
+
+    def by_turns(engine, losses, scale):
+        for loss in losses:
+            plain(engine, loss, scale)
+
+    engine = Engine(model)
+    engine.probe()
+
+    def step(m):
+        return [m(x, True).pow(2).mean(), m(x, False).sum()]
+
+    expected, _ = run(model, step, None, 1.0, backward=by_turns)
+    run(model, step, engine, backward=by_turns)
+    graph = engine.take().survey(10).graph
+    keys = [set(c.modules) for c in graph.components]
+    assert {"a"} in keys
+    assert any({"b"} <= names for names in keys)
+    engine.follow(random_offsets(graph, 2))
+    found, _ = run(model, step, engine, backward=by_turns)
+    same(found, expected)
+    assert engine.neutral is None
+    engine.close()
+
+
+def test_float16_gradients_are_seen_through_float16s_window():
+    model, x = mlp(4, 6, 2), torch.randn(5, 4)
+
+    def step(m):
+        with torch.autocast("cpu", torch.float16):
+            return m(x).float().pow(2).mean()
+
+    probe = probe_of(model, step)
+    survey = probe.survey(10)
+    component = next(c for c in survey.graph.components if "0" in c.modules)
+    assert component.format is None, "the plan's own format"
+    histogram = probe.tensors(10)["1"]
+    assert (histogram.floor, histogram.ceiling) == (-24 - 10, 15 - 10)
+
+
+def test_float16_between_the_ops_of_a_component_counts():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            with torch.autocast("cpu", torch.float16):
+                y = (y @ self.b.weight).tanh()
+            return y.float()
+
+    x = torch.randn(3, 4)
+    components = survey_of(Inside(), squared(x)).graph.components
+    assert [c.format for c in components if "" in c.modules] == [None]
+    assert [c.format for c in components if "a" in c.modules] == ["float32"]
+
+
+def test_an_input_that_needs_a_gradient_is_measured_too():
+    model, x = mlp(4, 6, 2), torch.randn(5, 4, requires_grad=True)
+    probe = probe_of(model, squared(x))
+    assert sum(key.startswith("leaf ") for key in probe.tensors(10)) == 1
+    assert set(probe.survey(10).owners) >= {name for name, _ in model.named_parameters()}
+
+
+def test_an_infinite_gradient_is_counted_and_nothing_breaks():
+    model, x = mlp(4, 6, 2), torch.randn(5, 4)
+    x[0, 0] = math.nan
+    probe = probe_of(model, lambda m: m(x).pow(2).mean())
+    survey = probe.survey(10)
+    assert probe.tensors(10)["2"].nonfinite > 0
+    assert choose(survey.graph, survey.histograms, format="float16").probe_again
+
+
+def test_held_components_are_pinned_to_the_loss_in_the_planners_graph():
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[override]
+            return grad
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(Linear.apply(self.a(x)))
+
+    graph = survey_of(Held(), squared(torch.randn(3, 4))).graph
+    assert [(set(c.modules), c.pinned) for c in graph.components] == [
+        (set(), None), ({"b", ""}, 0), ({"a"}, None)
+    ]  # fmt: skip
+
+
+def test_passes_that_are_not_armed_are_not_recorded():
+    model, step = mlp(4, 6, 2), squared(torch.randn(5, 4))
+    engine = Engine(model)
+    engine.probe()
+    step(model).backward()
+    loss = step(model)
+    engine.arm(loss * SCALE)
+    loss.backward()
+    assert engine.take().empty
+    engine.close()
