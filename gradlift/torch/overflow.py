@@ -183,6 +183,22 @@ class OverflowLog:
         kernels.count_nonfinite(table, found_inf, counted[0])
         counted[1].copy_(torch.where(found_inf > 0, updates + 1, counted[1]))
 
+    def held_inf(self, updates: Tensor) -> Tensor | None:
+        """Whether a gradient held an inf in the step under way, 0-d float32 on the device of
+        ``updates`` (0-d int32); None where nothing is counted on a device."""
+        flags = []
+        for buckets in self._watched.values():
+            for bucket in buckets.values():
+                from gradlift.torch.step_kernels import STEP_BIT
+
+                fresh = (updates.to(bucket.device, torch.int64) + 1) << STEP_BIT
+                flags.append((bucket.cells[:, 0] > fresh).any())
+        for counts, when in self._counted.values():
+            flags.append((counts[:, 0] > 0).any() & (when == updates + 1))
+        if not flags:
+            return None
+        return torch.stack([flag.to(updates.device) for flag in flags]).any().float()
+
     def report(self) -> Report:
         """The parameters whose gradients held an inf or a NaN: (name, inf, nan), in order."""
         from_device = self._from_device() if self._watched or self._counted else ()
