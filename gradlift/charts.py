@@ -54,8 +54,9 @@ def timeline_svg(runs: Sequence[Run]) -> str:
 def landscape_svg(summary: Summary, key: str) -> str:
     """Modules by depth against log2 |g|, with the format's zones: one scale, and the plan."""
     titles = {
-        f"{key}m{i}": f"{i}: {shorten(module.name, 120)}"
+        f"{key}{panel}m{i}": f"{i}: {shorten(module.name, 120)}"
         for i, module in enumerate(summary.modules)
+        for panel in "ab"
     }
     return _svg(landscape(summary, _HOLDERS, key), key, titles)
 
@@ -109,11 +110,11 @@ def landscape(summary: Summary, colors: Mapping[str, str], key: str, figure: Any
     axes = figure.subplots(1, 2, sharey=True)
     count, one = len(summary.modules), summary.best_exponent or 0
     planned = [module.last.exponent for module in summary.modules]
-    for axis, exponents, title in (
-        (axes[0], [one] * count, f"one scale, the best: 2^{one}"),
-        (axes[1], planned, "as the run stored them"),
+    for axis, panel, exponents, title in (
+        (axes[0], "a", [one] * count, f"one scale, the best: 2^{one}"),
+        (axes[1], "b", planned, "as the run stored them"),
     ):
-        _draw_gradients(axis, summary, colors, key)
+        _draw_gradients(axis, summary, colors, key + panel)
         _draw_zones(axis, exponents, summary.format, colors)
         axis.set_title(title, color=colors["fg"], fontsize=10)
         axis.set_xlabel("module, from the input to the loss")
