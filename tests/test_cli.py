@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -255,6 +256,17 @@ def test_ctrl_c_is_a_clean_end(run: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("gradlift.watch.watch", interrupt)
     assert cli.main(["watch", str(run)]) == 130
+
+
+def test_an_interrupted_view_gives_the_cursor_back(run: Path, tmp_path: Path):
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    screen = io.StringIO()
+    console = Console(force_terminal=True, width=100, file=screen)
+    with pytest.raises(KeyboardInterrupt):
+        watch(tmp_path / "never.jsonl", console, wait=wait)
+    assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1
 
 
 def test_the_last_look_as_json(run: Path, capsys):

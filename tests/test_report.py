@@ -254,7 +254,7 @@ def test_charts_are_drawn_in_the_colours_of_the_scheme(page: Path, tmp_path: Pat
         f"--blink-settings=preferredColorScheme={wanted}",
     )  # fmt: skip
     image = Image.open(shot).convert("RGB")
-    counts = {rgb: n for n, rgb in image.getcolors(1 << 24)}
+    counts = {rgb: n for n, rgb in image.getcolors(1 << 24) or ()}
     colors = charts.DARK if scheme == "dark" else charts.LIGHT
     for name in ("s0", "s1", "box", "fg"):
         rgb = tuple(bytes.fromhex(colors[name][1:]))
