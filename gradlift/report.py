@@ -55,7 +55,15 @@ def shown(name: str, width: int = _NAME_WIDTH) -> str:
 # What is told, whatever it is written as.
 
 RUN_HEADINGS = ("run", "scaler", "steps", "skipped", "causes", "scale", "norm", "clipped", "probes")
-MODULE_HEADINGS = ("#", "module", "lost", "lost last", "overflowed", "exponent", "log2 |g|")
+MODULE_HEADINGS = (
+    "#",
+    "module",
+    "lost at most",
+    "at the end",
+    "overflowed",
+    "exponent",
+    "log2 |g|",
+)
 CHANGE_HEADINGS = ("step", "plan", "why")
 
 
@@ -121,8 +129,8 @@ def _verdict(summary: Summary) -> str:
     lost = [m for m in summary.modules if m.lost_last > 1e-3]
     if lost:
         said.append(
-            f"{len(lost)} of {len(summary.modules)} modules lost more than 0.1% of their gradient "
-            "in the last probe."
+            f"{len(lost)} of {len(summary.modules)} modules may have lost more than 0.1% of their "
+            "gradient in the last probe."
         )
     else:
         said.append("In the last probe no module lost more than 0.1% of its gradient.")
@@ -247,7 +255,9 @@ _LANDSCAPE_NOTE = (
     "<p class=note>Each module by its number in the table below: the thick part of a line holds "
     "the middle four fifths of its gradient's elements, the thin part all that were seen. "
     '<b class="flushed">Flushed</b> to zero, <b class="subnormal">subnormal</b> (fewer bits), '
-    '<b class="overflow">overflow</b>; in between everything is kept in full.</p>'
+    '<b class="overflow">overflow</b>; in between everything is kept in full. What a module lost '
+    "at most are its zeros beyond the fewest it had in any probe: a gradient's own zeros cannot be "
+    "told from those that the format made.</p>"
 )
 
 _THEMES = (
@@ -271,7 +281,7 @@ figure svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--grid);vertical-align:top}
-td{overflow-wrap:anywhere;min-width:3em}
+td{overflow-wrap:break-word;max-width:36em}
 th{font-weight:600;white-space:nowrap}
 .note{font-size:13px;opacity:.8}
 .legend .run{margin-right:18px;overflow-wrap:anywhere}

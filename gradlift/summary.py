@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradlift.formats import FORMATS, get
+from gradlift.formats import FORMATS, Format, get
 from gradlift.telemetry import ModuleRecord, PlanChange, Run, StepRecord
 
 Curve = tuple[tuple[int, float], ...]
@@ -27,9 +27,10 @@ class ModuleSummary:
     last: ModuleRecord
     """In the last probe that saw it."""
     lost: float
-    """Most that it lost in any probe: its zeros, beyond those it has when it has fewest."""
+    """The most that it can have lost in any probe; zeros of its own cannot be told from those
+    that the format made, so this is a bound, see ``_lost``."""
     lost_last: float
-    """The same in the last probe."""
+    """The same for the last probe."""
     overflowed: float
     """Most that was inf or NaN in any probe."""
 
@@ -69,7 +70,7 @@ class Summary:
 
     @property
     def worst(self) -> tuple[ModuleSummary, ...]:
-        """The modules that lost something or overflowed, the one that lost most first."""
+        """The modules that may have lost something or overflowed, the worst first."""
         hurt = [m for m in self.modules if m.lost > 0 or m.overflowed > 0]
         return tuple(sorted(hurt, key=lambda m: (-m.lost_last, -m.lost, -m.overflowed)))
 
@@ -99,11 +100,12 @@ def summarize(run: Run) -> Summary:
     scales = [r.scale for r in records]
     norms = [r.grad_norm for r in records if r.grad_norm is not None and _finite(r.grad_norm)]
     causes = Counter(r.cause or "unknown" for r in records if r.skipped)
-    format = str(run.about.get("format", "float16"))
+    format = str(run.about.get("format"))
+    format = format if format in FORMATS else "float16"
     return Summary(
         name=run.name,
         scaler=str(run.about.get("scaler", "unknown")),
-        format=format if format in FORMATS else "float16",
+        format=format,
         steps=len(records),
         first_step=records[0].step,
         last_step=records[-1].step,
@@ -117,14 +119,22 @@ def summarize(run: Run) -> Summary:
         norm_max=max(norms, default=None),
         clipped=sum(1 for r in records if r.clip is not None and r.clip < 1.0),
         probes=sum(1 for r in records if r.modules),
-        modules=_modules(records),
+        modules=_modules(records, get(format)),
         changes=tuple((r.step, r.plan) for r in records if r.plan is not None),
         problems=len(run.problems),
         ended=run.ended,
     )
 
 
-def _modules(records: Sequence[StepRecord]) -> tuple[ModuleSummary, ...]:
+def _lost(module: ModuleRecord, own: float, format: Format) -> float:
+    """What a gradient may have lost: its zeros, beyond those it has when it has fewest; nothing
+    where the smallest value in sight lies well above the smallest that could be seen."""
+    if module.low is not None and module.low + module.exponent > format.min_subnormal + 3:
+        return 0.0
+    return module.flushed - own
+
+
+def _modules(records: Sequence[StepRecord], format: Format) -> tuple[ModuleSummary, ...]:
     seen: dict[str, list[ModuleRecord]] = {}
     order: dict[str, int] = {}
     for record in records:
@@ -134,9 +144,8 @@ def _modules(records: Sequence[StepRecord]) -> tuple[ModuleSummary, ...]:
     found = []
     for name in sorted(seen, key=order.__getitem__):
         probes = seen[name]
-        # Zeros that are there at the best exponent are the gradient's own, not the format's.
         own = min(m.flushed for m in probes)
-        lost = [m.flushed - own for m in probes]
+        lost = [_lost(m, own, format) for m in probes]
         found.append(
             ModuleSummary(probes[-1], max(lost), lost[-1], max(m.overflowed for m in probes))
         )

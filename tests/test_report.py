@@ -74,6 +74,14 @@ def test_a_summary_counts_what_the_records_say():
     assert summary.best_exponent == 15 - 1 - max(m.last.high for m in summary.modules)
 
 
+def test_zeros_of_a_gradient_that_lies_well_within_sight_are_its_own():
+    near, far = (ModuleRecord("m", 8, 0.4, 0.0, 0.0, low, -9, -9, -9, -8) for low in (-32, -20))
+    few = ModuleRecord("m", 8, 0.1, 0.0, 0.0, -32, -9, -9, -9, -8)
+    for last, lost in ((near, 0.3), (far, 0.0)):
+        run = Run("x", (StepRecord(0, 1.0, modules=(few,)), StepRecord(1, 1.0, modules=(last,))))
+        assert summarize(run).modules[0].lost_last == pytest.approx(lost)
+
+
 def test_skips_between_two_records_are_counted():
     run = Run("x", (StepRecord(0, 8.0), StepRecord(10, 8.0, skips=4)))
     assert summarize(run).skipped == 4
