@@ -116,13 +116,13 @@ def test_a_file_is_continued_and_a_torn_line_costs_itself_alone(tmp_path: Path):
     assert telemetry.read(path).ended
     with open(path, "ab") as file:
         file.write(telemetry.encode(StepRecord(2, 2.0))[:-5])
-    second = JsonlWriter(path)
+    second = JsonlWriter(path, {"lr": 0.2})
     assert second.next_step == 2
     second.write([StepRecord(2, 4.0)])
     run = telemetry.read(path)
     assert [r.scale for r in run.records] == [2.0, 2.0, 4.0]
     assert [p.line for p in run.problems] == [5]
-    assert run.about["lr"] == 0.1
+    assert run.about["lr"] == 0.2
     assert not run.ended
     second.close()
 

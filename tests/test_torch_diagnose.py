@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradlift.diagnosis import shorten
+from gradlift.diagnosis import Gradient, shorten
+from gradlift.formats import round_to
+from gradlift.histogram import Histogram
 from gradlift.torch import diagnose
+from gradlift.torch.probe import count_exponents
 
 
 def tanh_net(depth: int = 30, gain: float = 0.4) -> nn.Sequential:
@@ -268,6 +271,21 @@ def test_mistakes_are_told(model, loss_fn, batches, message):
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         diagnose(tanh_net(1), reproduce, [rows(2)], **setting)
+
+
+@pytest.mark.parametrize("format", ["float16", "float8_e5m2", "float8_e4m3fn"])
+def test_counting_agrees_with_rounding(format: str):
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(3)).exp() ** 4 * 1e-4
+    counts = torch.zeros(256, dtype=torch.int64)
+    count_exponents(values, counts)
+    gradient = Gradient("g", Histogram.from_bins(counts.tolist(), 0, "float32"))
+    for exponent in (-8, 0, 4, 10):
+        stored = round_to(values * 2.0**exponent, format, saturate=False)
+        assert gradient.flushed(format, exponent) == float((stored == 0).float().mean())
+        # Counting takes the largest octave for fitting; the format's last part of it does not.
+        over = float((~stored.isfinite()).float().mean())
+        assert gradient.overflowed(format, exponent) <= over
+    assert 0 < gradient.flushed(format, -8) < 1
 
 
 def test_a_model_without_any_gradient_has_nothing_to_scale():
