@@ -11,6 +11,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch import nn
 from gradlift import Static, telemetry
 from gradlift.telemetry import JsonlWriter, ModuleRecord, PlanChange, StepRecord
 from gradlift.torch import AdaptiveGradScaler, GradScaler
+from gradlift.torch.overflow import OverflowLog
 from gradlift.torch.recorder import Recorder
 
 NAMES = st.text(st.characters(), max_size=30)
@@ -414,3 +417,29 @@ def test_on_a_gpu_the_same_is_told_without_a_sync(tmp_path: Path):
         told.append([(r.step, r.scale, r.skipped, r.cause, r.skips) for r in kept.records])
     assert told[0] == told[1]
     assert len(told[0]) == len(steps)
+
+
+def test_the_benchmark_of_recording_runs(tmp_path: Path):
+    from benchmarks import recording, step_overhead
+
+    ratios = recording.measure(step_overhead.TINY[0], 2, torch.device("cpu"), tmp_path)
+    assert list(ratios) == ["recorded", "plain again"]
+    assert telemetry.read(tmp_path / "tiny.jsonl").ended
+
+
+def test_an_inf_counted_on_the_device_is_told_from_nans_and_from_older_ones():
+    """The GPU's counts, laid out by hand: cells hold the step above bit 40, the count below."""
+    pytest.importorskip("triton")
+    log, updates = OverflowLog(None), torch.tensor(6, dtype=torch.int32)
+    assert log.held_inf(updates) is None
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+    for step, infs, held in ((7, 3, 1.0), (7, 0, 0.0), (6, 3, 0.0)):
+        cells = torch.tensor([[0, 0], [(step << 40) + infs, (step << 40) + 5]])
+        bucket = SimpleNamespace(cells=cells, device=torch.device("cpu"))
+        log._watched = WeakKeyDictionary({optimizer: {"bucket": bucket}})
+        assert float(log.held_inf(updates)) == held, (step, infs)
+        log._watched = WeakKeyDictionary()
+        counts = torch.tensor([[0, 0], [infs, 5]], dtype=torch.int32)
+        log._counted = WeakKeyDictionary({optimizer: (counts, torch.tensor(step))})
+        assert float(log.held_inf(updates)) == held, (step, infs)
+        log._counted = WeakKeyDictionary()
