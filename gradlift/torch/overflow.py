@@ -201,10 +201,11 @@ class OverflowLog:
 
     def report(self) -> Report:
         """The parameters whose gradients held an inf or a NaN: (name, inf, nan), in order."""
-        from_device = self._from_device() if self._watched or self._counted else ()
-        return from_device or self._last
+        return self.latest()[1] or self._last
 
-    def _from_device(self) -> Report:
+    def latest(self) -> tuple[int, Report]:
+        """The last overflow counted on a device: the number of its update, from 1, and the
+        report; waits for the device. 0 and nothing where there was none."""
         rows: list[tuple[int, int, str, int, int]] = []
         for optimizer, buckets in self._watched.items():
             names = self.names(optimizer)
@@ -219,7 +220,8 @@ class OverflowLog:
                 if inf or nan:
                     rows.append((step, row, names[row], inf, nan))
         latest = max((row[0] for row in rows), default=0)
-        return tuple(row[2:] for row in sorted(rows, key=lambda r: r[1]) if row[0] == latest)
+        found = (row[2:] for row in sorted(rows, key=lambda r: r[1]) if row[0] == latest)
+        return latest, tuple(found)
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """A name for each of the optimizer's parameters, in its order: the model's where a model

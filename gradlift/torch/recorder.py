@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Rows to a copy on a GPU; a killed run has not written up to twice as many.
 BATCH = 32
+# Place in a row of how many optimizers found an inf or a NaN.
+_FOUND = 1
 
 
 class _Noted(NamedTuple):
@@ -62,6 +64,7 @@ class Recorder:
         self, writer: Writer, every: int = 1, delay: int = 0, batch: int = 1, first_step: int = 0
     ) -> None:
         self._writer, self._every, self._delay, self._batch = writer, every, delay, batch
+        self._scaler: weakref.ref[GradScaler] | None = None
         self.step = first_step
         """Number of the step under way."""
         self._noted: list[_Noted] = []
@@ -77,6 +80,8 @@ class Recorder:
         scale = cast(Tensor, scaler._scale)
         if self._closed or torch.compiler.is_compiling() or capturing(scale.device):
             return
+        if self._scaler is None:
+            self._scaler = weakref.ref(scaler)
         if self.step % self._every == 0:
             self._keep_row(scaler, scale)
         self.step += 1
@@ -90,7 +95,7 @@ class Recorder:
         measured = scaler._max_norm is not None and scaler.grad_norm is not None
         norm = cast(Tensor, scaler.grad_norm) if measured else scaler._zero
         skips = cast(Tensor, scaler._counts)[SKIPPED] + found
-        row = [scale, found, bad_loss, norm, inf, skips]
+        row = [scale, found, bad_loss, norm, inf, skips, scaler._updates + 1]
         row = [v.to(scale.device, torch.float32, non_blocking=True).reshape(()) for v in row]
         if self._rows is None or self._rows.device != scale.device:
             self._rows = torch.zeros(self._batch, len(row), device=scale.device)
@@ -111,8 +116,22 @@ class Recorder:
             self._take(*arrived)
 
     def _take(self, noted: list[_Noted], rows: InFlight) -> None:
-        for known, row in zip(noted, rows.wait().tolist(), strict=False):
-            self._held.append(_record(known, *row))
+        values = rows.wait().tolist()[: len(noted)]
+        named = self._name_last_overflow() if any(row[_FOUND] for row in values) else (0, None)
+        for known, (*row, update) in zip(noted, values, strict=True):
+            where = named[1] if update == named[0] else known.where
+            self._held.append(_record(known._replace(where=where), *row))
+
+    def _name_last_overflow(self) -> tuple[int, str | None]:
+        """The update of the last overflow that a device counted, and the first gradient in it.
+
+        Waits for the device, but only when a batch brings an overflow.
+        """
+        scaler = self._scaler and self._scaler()
+        if scaler is None:
+            return 0, None
+        update, report = scaler._overflow.latest()
+        return update, report[0][0] if report else None
 
     def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
         """A probe has come back, of the step ``age`` steps before the one that ended last."""
