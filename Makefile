@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-gpu test-slow check format bench clean
+.PHONY: help demo test test-gpu test-slow test-mxnet check format bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -28,6 +28,17 @@ test-gpu:
 test-slow: .venv/.ready
 	$(BIN)/python -m pytest -m slow
 
+# MXNet is retired: Python 3.10 or 3.11, an old numpy, an environment of its own.
+MXNET_PYTHON ?= $(PYTHON)
+
+.venv-mxnet/.ready: requirements-mxnet.txt
+	$(MXNET_PYTHON) -m venv .venv-mxnet
+	.venv-mxnet/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-mxnet.txt
+	@touch $@
+
+test-mxnet: .venv-mxnet/.ready
+	PYTHONPATH=. .venv-mxnet/bin/python -m pytest tests_mxnet
+
 # On the machine at hand; a GPU where there is one.
 bench:
 	PYTHONPATH=. $(PYTHON) benchmarks/step_overhead.py
@@ -42,4 +53,4 @@ format: .venv/.ready
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .pytest_cache .hypothesis .ruff_cache *.egg-info
+	rm -rf .venv .venv-mxnet .pytest_cache .hypothesis .ruff_cache *.egg-info

@@ -1,7 +1,7 @@
 """What recording every step costs: gradlift's scaler with ``record_to(path, every=1)`` and without.
 
-Measured as in ``step_overhead.py``, whose parts it uses: copies of one GPT take turns within one
-process, and only times of the same round are compared. "plain again" is a second copy without a
+Measured as ``turns.py`` says, on the models of ``step_overhead.py``: copies of one GPT take turns
+within one process, and only times of the same round are compared. "plain again" is a second copy without a
 recorder, and shows what the method says about two equal things. A block is longer than a batch of
 records, so that every block pays for its share of copies and writes.
 
@@ -25,6 +25,7 @@ if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tr
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import step_overhead as steps  # noqa: E402
+from benchmarks import turns  # noqa: E402
 from benchmarks.models import build_gpt, random_batches  # noqa: E402
 from gradlift import telemetry  # noqa: E402
 from gradlift.torch import GradScaler  # noqa: E402
@@ -35,7 +36,7 @@ VARIANTS = ("plain", "recorded", "plain again")
 
 def measure(
     workload: steps.Workload, rounds: int, device: torch.device, folder: Path
-) -> dict[str, steps.Ratio]:
+) -> dict[str, turns.Ratio]:
     """The ratios of a step's time to that of "plain"; the records are checked to be there."""
     model = build_gpt(workload.size, device)
     batches = random_batches(workload.size, workload.rows, 8, device)
@@ -48,14 +49,14 @@ def measure(
     path = folder / f"{workload.name}.jsonl"
     recorder = scaler.record_to(path)
     for trainer in trainers.values():
-        steps.time_block(trainer, batches, workload.warm_up, device)
-    timings = steps.take_turns(trainers, batches, workload, rounds, device)
+        turns.time_block(trainer, batches, workload.warm_up, device)
+    timings = turns.take_turns(trainers, batches, workload.block, rounds, device)
     recorder.close()
     written = len(telemetry.read(path).records)
     if written != trainers["recorded"].steps:
         raise RuntimeError(f"{trainers['recorded'].steps} steps left {written} records")
     return {
-        variant: steps.compare(timings[variant].wall, timings["plain"].wall)
+        variant: turns.compare(timings[variant].wall, timings["plain"].wall)
         for variant in VARIANTS[1:]
     }
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workloads = steps.ON_GPU if device.type == "cuda" else steps.TINY
-    print(steps.find_environment(device))
+    print(turns.find_environment(device))
     with tempfile.TemporaryDirectory() as folder:
         for workload in workloads:
             longer = replace(workload, block=max(workload.block, BATCH))

@@ -3,12 +3,9 @@
 Every variant trains its own copy of one GPT from the same weights, on the same batches, in fp16
 autocast with fused AdamW. Only the scaler differs; "none" does the same fp16 step unscaled.
 
-How it is measured, and why. A GPU's clock drifts by more than a scaler costs, so the variants take
-turns within one process: a round times one short block of steps of each, the starting variant
-moves on with every round, and only times of the same round are compared. A block is timed by the
-host's clock between two synchronizations. Of the per-round ratios the median is printed with a
-bootstrap 95% interval. "torch again" is a second copy with torch's scaler: its ratio to the first
-is what this method says about two equal things, and no smaller difference means anything.
+How it is measured, and why, is said in ``turns.py``. "torch again" is a second copy with torch's
+scaler: its ratio to the first is what this method says about two equal things, and no smaller
+difference means anything.
 
     PYTHONPATH=. python3 benchmarks/step_overhead.py --json overhead.json
 """
@@ -19,16 +16,13 @@ import argparse
 import copy
 import gc
 import json
-import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
     sys.path.insert(0, str(ROOT))
 
-import gradlift  # noqa: E402
 from benchmarks.models import (  # noqa: E402
     GPT,
     GPT_124M,
@@ -46,6 +39,16 @@ from benchmarks.models import (  # noqa: E402
     GPTSize,
     build_gpt,
     random_batches,
+)
+from benchmarks.turns import (  # noqa: E402
+    Ratio,
+    Timings,
+    check_device,
+    check_target,
+    compare,
+    find_environment,
+    take_turns,
+    time_block,
 )
 from gradlift.torch import GradScaler  # noqa: E402
 
@@ -79,26 +82,6 @@ ON_GPU = (
     Workload("launch-bound", GPT_LAUNCH_BOUND, rows=4, block=40, warm_up=80, launch_bound=True),
 )
 TINY = (Workload("tiny", GPT_TINY, rows=2, block=4, warm_up=3, launch_bound=True),)
-
-
-class Ratio(NamedTuple):
-    """The median of per-round ratios, and the bootstrap 95% interval of that median."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.4f} [{self.low:.4f}, {self.high:.4f}]"
-
-
-@dataclass
-class Timings:
-    """Seconds per step, one number a round."""
-
-    wall: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
-    """Until the host had issued the block's work; less than ``wall`` where a GPU lags behind."""
 
 
 @dataclass(frozen=True)
@@ -153,59 +136,6 @@ def build_scaler(variant: str, device: str) -> torch.amp.GradScaler | None:
     return GradScaler(device) if variant == "gradlift" else torch.amp.GradScaler(device)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def time_block(
-    trainer: Trainer, batches: Sequence[Batch], steps: int, device: torch.device
-) -> tuple[float, float]:
-    """Seconds per step: in all, and until the host was free again."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        trainer.step(batches)
-    issued = time.perf_counter()
-    synchronize(device)
-    return (time.perf_counter() - start) / steps, (issued - start) / steps
-
-
-def rotate(variants: list[str], round_: int) -> list[str]:
-    """The order of a round: every variant comes first, second, ... equally often."""
-    shift = round_ % len(variants)
-    return variants[shift:] + variants[:shift]
-
-
-def take_turns(
-    trainers: dict[str, Trainer],
-    batches: Sequence[Batch],
-    workload: Workload,
-    rounds: int,
-    device: torch.device,
-) -> dict[str, Timings]:
-    """Time one block of every variant in each round, each round starting with another variant."""
-    timings = {variant: Timings() for variant in trainers}
-    for round_ in range(rounds):
-        for variant in rotate(list(trainers), round_):
-            wall, host = time_block(trainers[variant], batches, workload.block, device)
-            timings[variant].wall.append(wall)
-            timings[variant].host.append(host)
-    return timings
-
-
-def compare(over: Sequence[float], under: Sequence[float], resamples: int = 2000) -> Ratio:
-    """The ratio of two series of times that were taken round by round, with its spread."""
-    ratios = [a / b for a, b in zip(over, under, strict=True)]
-    chance = random.Random(0)
-    medians = sorted(
-        statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(resamples)
-    )
-    low, high = medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
-    return Ratio(statistics.median(ratios), low, high)
-
-
 def compare_all(series: dict[str, list[float]]) -> dict[str, Ratio]:
     """Every ratio of ``RATIOS``, under the name it is printed with."""
     return {f"{a} / {b}": compare(series[a], series[b]) for a, b in RATIOS}
@@ -235,7 +165,7 @@ def measure(
     for trainer in trainers.values():
         time_block(trainer, batches, workload.warm_up, device)
     gc.collect()
-    timings = take_turns(trainers, batches, workload, rounds, device)
+    timings = take_turns(trainers, batches, workload.block, rounds, device)
     return Result(
         workload=workload,
         mode=mode,
@@ -275,30 +205,6 @@ def to_json(result: Result) -> dict[str, Any]:
     }
 
 
-def find_environment(device: torch.device) -> dict[str, str]:
-    """Where, when and with what the numbers were taken."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    threads = "" if device.type == "cuda" else f", threads: {torch.get_num_threads()}"
-    return {
-        "device": name + threads,
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "gradlift": gradlift.__version__,
-        "commit": find_commit() or "unknown",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    }
-
-
-def find_commit() -> str | None:
-    """The source tree's commit, marked if files differ from it; None without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; a mistake ends the program before anything is built."""
     parser = argparse.ArgumentParser(
@@ -320,14 +226,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every number here as well")
     arguments = parser.parse_args(argv)
-    try:
-        arguments.device = torch.empty(0, device=arguments.device).device
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {arguments.device}: {str(error).splitlines()[0]}")
+    arguments.device = check_device(parser, arguments.device)
     if arguments.rounds < 2:
         parser.error(f"--rounds must be 2 or more, got {arguments.rounds}")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.absolute().parent}")
+    check_target(parser, arguments.json)
     return arguments
 
 

@@ -109,19 +109,18 @@ class Pilot:
         self._shifts: list[tuple[int, int]] = []
         self._in_a_row = 0
         self._peaks: dict[str, list[tuple[int, int | None]]] = {}
+        self._offsets: dict[str, int] = {}
         self._graph: Graph | None = None
         self._owners: dict[str, int] = {}
 
     @property
     def offsets(self) -> dict[str, int]:
-        """The plan's offsets from the loss's exponent, by key; empty without a plan."""
-        if self.plan is None:
-            return {}
-        return {
-            key: offset
-            for component, offset in zip(self.plan.components, self.plan.offsets, strict=True)
-            for key in component.modules
-        }
+        """Offsets from the loss's exponent, by key; empty without a plan.
+
+        What an earlier plan said of modules that the last probe did not meet stays: a layer may
+        be dropped in one step and be back in the next.
+        """
+        return dict(self._offsets)
 
     def saw(
         self,
@@ -194,6 +193,8 @@ class Pilot:
             last=self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent),
             forecast=forecast,
         )
+        for component, offset in zip(self.plan.components, self.plan.offsets, strict=True):
+            self._offsets.update(dict.fromkeys(component.modules, offset))
         return self.plan
 
     def _backed_off(self, record: Record, now: int, overflowed: Sequence[str]) -> int:
@@ -265,6 +266,7 @@ class Pilot:
             "in_a_row": self._in_a_row,
             "graph": self._graph and asdict(self._graph),
             "owners": dict(self._owners),
+            "offsets": dict(self._offsets),
             "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
         }
 
@@ -274,6 +276,7 @@ class Pilot:
             plan = data["plan"] and Plan.from_dict(data["plan"])
             graph = data["graph"] and _graph_from_dict(data["graph"])
             owners = {str(name): int(i) for name, i in data["owners"].items()}
+            offsets = {str(key): int(offset) for key, offset in data["offsets"].items()}
             limit, in_a_row = int(data["limit"]), int(data["in_a_row"])
             next_probe = int(data["next_probe"])
             history = [None if p is None else int(p) for p in data["history"]]
@@ -287,6 +290,7 @@ class Pilot:
         self.plan, self._limit, self._in_a_row = plan, limit, in_a_row
         self.next_probe, self._history, self._shifts = next_probe, history, shifts
         self._peaks, self._graph, self._owners = peaks, graph, owners
+        self._offsets = offsets
 
 
 def _depths(graph: Graph) -> dict[int, int]:

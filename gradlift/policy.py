@@ -11,7 +11,9 @@ The rule, in pseudo-code; ``update`` below has the same shape::
 
 It is written once over an injected ``where``: a Python ternary, ``torch.where``,
 ``jnp.where`` and ``keras.ops.where`` all run the same lines, so the frameworks cannot drift
-apart. Every multiplication is rounded to float32, which is what the scale is stored in. State
+apart. Every product is rounded to float32, which is what the scale is stored in. (An array
+framework that multiplies in float32 rounds the factor first: with 1.1 or 0.7, which float32 does
+not hold, it may end a last bit away from Python and from torch, which multiply in float64.) State
 goes in, state comes out; nothing here logs, reads a clock or knows of ranks.
 """
 

@@ -1,5 +1,6 @@
 """One thread, Triton's interpreter without a GPU, and GPU tests skipped there one by one."""
 
+import contextlib
 import os
 
 import pytest
@@ -11,6 +12,11 @@ torch.set_num_threads(1)
 # Triton reads this when it is first imported, by whichever test comes first.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Before TensorFlow, which some trainer's test imports: the other way round their copies of LLVM
+# clash and the process dies.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_overhead
+from benchmarks import step_overhead, turns
 from benchmarks.models import GPT, GPT_124M, GPT_TINY, GPTSize, build_gpt, random_batches
-from benchmarks.step_overhead import Ratio
+from benchmarks.turns import Ratio
 
 CPU = torch.device("cpu")
 
@@ -87,12 +87,12 @@ def test_a_width_that_heads_cannot_share_is_refused():
 
 def test_a_ratio_is_taken_round_by_round():
     drifting = [1.0, 2.0, 4.0, 8.0]
-    assert step_overhead.compare([1.5 * t for t in drifting], drifting) == Ratio(1.5, 1.5, 1.5)
+    assert turns.compare([1.5 * t for t in drifting], drifting) == Ratio(1.5, 1.5, 1.5)
 
 
 def test_the_interval_covers_the_median_and_narrows_with_agreement():
-    wide = step_overhead.compare([0.8, 0.9, 1.0, 1.1, 1.2], [1.0] * 5)
-    narrow = step_overhead.compare([0.99, 1.0, 1.0, 1.0, 1.01], [1.0] * 5)
+    wide = turns.compare([0.8, 0.9, 1.0, 1.1, 1.2], [1.0] * 5)
+    narrow = turns.compare([0.99, 1.0, 1.0, 1.0, 1.01], [1.0] * 5)
     assert wide.median == narrow.median == 1.0
     assert wide.low < narrow.low <= 1.0 <= narrow.high < wide.high
 
@@ -100,13 +100,13 @@ def test_the_interval_covers_the_median_and_narrows_with_agreement():
 def test_the_interval_is_that_of_the_binomial():
     """For 9 values the bootstrap median reaches the 2nd and 8th (2.5% tails), and no further."""
     values = [float(v) for v in range(1, 10)]
-    ratio = step_overhead.compare(values, [1.0] * 9, resamples=4000)
+    ratio = turns.compare(values, [1.0] * 9, resamples=4000)
     assert (ratio.median, ratio.low, ratio.high) == (5.0, 2.0, 8.0)
 
 
 def test_series_of_different_length_are_refused():
     with pytest.raises(ValueError, match="shorter"):
-        step_overhead.compare([1.0, 1.0], [1.0])
+        turns.compare([1.0, 1.0], [1.0])
 
 
 @pytest.mark.parametrize(
@@ -157,17 +157,16 @@ def test_torch_and_gradlift_do_the_same_work():
 
 
 def test_every_variant_takes_every_place():
-    rounds = [step_overhead.rotate(["a", "b", "c"], round_) for round_ in range(6)]
+    rounds = [turns.rotate(["a", "b", "c"], round_) for round_ in range(6)]
     assert rounds[1] == ["b", "c", "a"]
     for place in zip(*rounds, strict=True):
         assert sorted(place) == ["a", "a", "b", "b", "c", "c"]
 
 
 def test_every_round_times_every_variant():
-    workload = step_overhead.Workload("tiny", GPT_TINY, rows=2, block=3, warm_up=0)
     trainers = {variant: make_trainer(variant)[1] for variant in ("none", "torch")}
     batches = random_batches(GPT_TINY, 2, 2, CPU)
-    timings = step_overhead.take_turns(trainers, batches, workload, 4, CPU)
+    timings = turns.take_turns(trainers, batches, 3, 4, CPU)
     assert [trainer.steps for trainer in trainers.values()] == [12, 12]
     for variant in trainers:
         assert len(timings[variant].wall) == len(timings[variant].host) == 4

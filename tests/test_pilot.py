@@ -44,6 +44,15 @@ def test_a_survey_sets_the_global_exponent_and_the_offsets():
     assert it.offsets["a"] > 20
 
 
+def test_modules_that_a_probe_does_not_meet_keep_their_offsets():
+    it = pilot()
+    it.saw(record(0, 8), 2, survey(NEAR, FAR))
+    far = it.offsets["a"]
+    other = Graph((Component(), Component(("b",))), (Cut("b", 0, 1),))
+    it.saw(record(3, it.plan.global_exponent), 5, survey(NEAR, NEAR, other))
+    assert it.offsets == {"a": far, "b": 0}
+
+
 def test_without_layers_there_is_one_exponent():
     it = pilot(layerwise=False)
     it.saw(record(0, 8), 2, survey(NEAR, FAR))

@@ -207,6 +207,26 @@ def test_after_an_overflow_it_skips_backs_off_and_probes_again():
     run.scaler.close()
 
 
+def test_layers_that_come_and_go_are_soon_known():
+    class Dropped(nn.Sequential):
+        def forward(self, x):
+            for number in range(120):
+                if number != self.drop:
+                    x = self[2 * number + 1](self[2 * number](x))
+            return self[-1](x)
+
+    model = Dropped(*tanh_net(120, gain=0.75))
+    run, neutral = Run(model, lr=0.0), []
+    for step in range(60):
+        model.drop = (7 * step) % 120 if step % 2 else None
+        run.steps(1)
+        neutral.append(run.scaler.neutral)
+    assert run.skipped == 0
+    assert run.scaler.plan.active
+    assert not any(neutral[20:])
+    run.scaler.close()
+
+
 def test_layerwise_off_gives_one_exponent():
     run = Run(tanh_net(120, gain=0.75), layerwise=False, lr=0.0).steps(15)
     assert run.scaler.plan.one_exponent_serves
@@ -415,3 +435,36 @@ def test_autocast_equals_the_neutral_run_where_nothing_was_out_of_range():
     for a, b in zip(grads[False], grads[True], strict=True):
         assert torch.equal(a, b)
         assert a.abs().sum() > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_plans_without_waiting_for_the_device():
+    model = tanh_net(120, gain=0.75).cuda()
+    x, y = X.cuda(), Y.cuda()
+    scaler = AdaptiveGradScaler(model, "cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    skipped = []
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            out = model(x)
+        scaler.scale(F.cross_entropy(out.float(), y)).backward()
+        scaler.step(optimizer)
+        skipped.append(scaler.last_step_skipped)
+        scaler.update()
+
+    for _ in range(25):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not torch.stack(skipped).any()
+    assert scaler.plan is not None
+    assert scaler.plan.active
+    assert scaler.neutral is None
+    assert scaler._engine.active
+    scaler.close()

@@ -123,6 +123,41 @@ def test_the_plan_is_not_followed_where_the_graph_joins_what_it_separated():
     engine.close()
 
 
+def test_a_loss_without_offsets_joins_one_that_has_some():
+    """Armed alone the first loss has nothing to do, but the second one shares its trunk."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.one = nn.Linear(4, 4), nn.Linear(4, 1)
+            self.two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+        def forward(self, x):
+            y = self.trunk(x)
+            return self.one(y).sum(), self.two(y).sum()
+
+    def summed(engine, losses, scale):
+        scaled = [loss * scale for loss in losses]
+        for each in scaled if engine is not None else ():
+            engine.arm(each)
+        sum(scaled).backward()
+
+    model, x = Heads(), torch.randn(3, 4)
+
+    def step(m):
+        return m(x)
+
+    expected, _ = run(model, step, None, 1.0, backward=summed)
+    engine = Engine(model)
+    zeros = dict.fromkeys(["trunk", "one", "two.0", "", "[1]"], 0)
+    engine.follow({**zeros, "two.1": 5, "two": 5})
+    found, _ = run(model, step, engine, backward=summed)
+    same(found, expected)
+    assert engine.neutral is None
+    assert dict(engine.active) == {"two.1": 5, "two.0": -5}
+    engine.close()
+
+
 def test_a_function_that_appears_later_holds_its_component():
     class Clamp(torch.autograd.Function):
         @staticmethod

@@ -110,7 +110,7 @@ def one_rank(rank, path, results):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    with mp.Manager() as manager:
+    with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         path = tmp_path_factory.mktemp("ranks") / "rendezvous"
         mp.spawn(one_rank, (path, results), nprocs=2)

@@ -46,7 +46,7 @@ def trial(rank, fused, bad_loss, group):
 
 
 def test_ranks_of_a_group_decide_alike(tmp_path):
-    with mp.Manager() as manager:
+    with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         mp.spawn(one_rank, (tmp_path / "rendezvous", results), nprocs=2)
         rows = [results[0], results[1]]

@@ -32,7 +32,7 @@ from gradlift.telemetry import ModuleRecord
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
 from gradlift.torch.probe import Probe
-from gradlift.torch.readback import InFlight
+from gradlift.torch.readback import InFlight, capturing
 from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.scaler import GradScaler
 
@@ -103,6 +103,7 @@ class AdaptiveGradScaler(GradScaler):
         self._engine = Engine(model, linear=linear)
         self._step_number = 0
         self._amaxes: list[Tensor] = []
+        self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
         if self._enabled:
             self._engine.probe()
@@ -166,15 +167,21 @@ class AdaptiveGradScaler(GradScaler):
         if torch.compiler.is_compiling():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         with torch.no_grad():
-            buckets = self._checked = grads.collect(optimizer, allow_fp16)
-            self._note_largest(buckets)
-            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+            self._checked = grads.collect_rows(optimizer, allow_fp16)
+            self._note_largest(self._checked[0])
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
-    def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            with torch.no_grad():
-                self._note_largest(grads.collect(optimizer, True))
-        super()._step_fast(optimizer, max_norm)
+    _wants_amax = True
+
+    def _fast_norm(self, max_norm: float | None, state: dict[str, Any]) -> float | None:
+        # Its first pass gives the largest gradients, which would cost a pass of their own.
+        on_gpu = cast(Tensor, self._scale).is_cuda
+        if max_norm is None and on_gpu and state["stage"] is OptState.READY:
+            return math.inf
+        return max_norm
+
+    def _note_amax(self, amax: Tensor) -> None:
+        self._amaxes.append(amax.amax())
 
     def _note_largest(self, buckets: grads.Buckets) -> None:
         """Keeps the largest magnitude among the gradients, still scaled: 0-d, on the device."""
@@ -192,6 +199,9 @@ class AdaptiveGradScaler(GradScaler):
             return
         row = self._row()
         super().update(new_scale)
+        if capturing(row.device):
+            # A replayed step takes the plan and the exponents that it was captured with.
+            return
         probe = self._engine.take()
         if probe is not None and self._process_group is not None:
             _sum_over_ranks(probe, self._process_group)
@@ -218,12 +228,12 @@ class AdaptiveGradScaler(GradScaler):
         record = arrived.record()
         survey = arrived.survey(record.exponent)
         # Reading the report waits for the device, but only after an overflow.
-        report = self.overflow_report() if record.overflow and survey is None else ()
+        overflowed = self._overflowed() if record.overflow and survey is None else []
         shift = self._pilot.saw(
             record,
             self._step_number,
             survey,
-            overflowed=[name for name, *_ in report],
+            overflowed=overflowed,
             blind=self._pilot.plan is None and not self._engine.can_watch,
         )
         if shift:
@@ -249,6 +259,10 @@ class AdaptiveGradScaler(GradScaler):
             if moved and self.plan is not None:
                 recorder.planned(plan_change(self.plan, why))
 
+    def _overflowed(self) -> list[str]:
+        """The parameters that held the last overflow, from before a checkpoint if none is newer."""
+        return [name for name, *_ in self.overflow_report()] or self._loaded_overflowed
+
     def _probe_if_due(self, step: int) -> None:
         waiting = any(pending.probed for pending in self._pending)
         due = step >= self._pilot.next_probe or self._engine.unplanned
@@ -268,6 +282,7 @@ class AdaptiveGradScaler(GradScaler):
                 "pending": [pending.to_dict() for pending in self._pending],
                 "pins": self._engine.pins,
                 "probing": self._engine.probing,
+                "overflowed": self._overflowed(),
             }
         return state
 
@@ -282,12 +297,13 @@ class AdaptiveGradScaler(GradScaler):
         try:
             pending = deque(_Pending.from_dict(row) for row in own["pending"])
             step, probing, pins = int(own["step"]), bool(own["probing"]), dict(own["pins"])
-            pilot = own["pilot"]
+            pilot, overflowed = own["pilot"], [str(name) for name in own.get("overflowed", ())]
         except (KeyError, TypeError) as error:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self._pilot.load(pilot)
         self._step_number, self._pending = step, pending
+        self._loaded_overflowed = overflowed
         self._engine.take()
         self._engine.pin(pins)
         self._engine.follow(self._pilot.offsets)

@@ -117,7 +117,7 @@ def _evaluate(
     if not state["found_inf_per_device"]:
         raise AssertionError("No inf checks were recorded for this optimizer.")
     scaler._last_found = scaler._found(state)
-    overflow = bool(scaler._last_found)
+    overflow = scaler._known_skip = bool(scaler._last_found)
     if overflow:
         scaler._after_skip(optimizer)
     elif max_norm is not None:

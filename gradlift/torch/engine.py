@@ -216,11 +216,12 @@ class Engine:
         if not new:
             return
         found, old = self._walk([edge for _, edges in new for edge in edges])
-        assignment = self._assign(found)
-        if not old and self._probe is None and not any(assignment.offsets):
-            return
+        keys = keys_of(found)
+        assignment = self._assign(found, keys)
+        # Once all of the losses are there, a part that looked unplanned may turn out planned.
+        self.unplanned = assignment.unplanned is not None or (self.unplanned and not old)
         gate = Gate(self._probe)
-        self._set(found, assignment.offsets, gate)
+        self._set(found, keys, assignment.offsets, gate)
         for root in old + [self._root(tensor, edges) for tensor, edges in new]:
             root.gate = gate
 
@@ -258,7 +259,7 @@ class Engine:
             joined += fresh
             edges = edges + [edge for root in fresh for edge in root.edges]
 
-    def _assign(self, found: Walk) -> Assignment:
+    def _assign(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
         self.active, self.neutral = (), None
         if not found.cuts and not self._owns_a_leaf(found):
             self._say("the loss does not come from the watched model")
@@ -268,27 +269,31 @@ class Engine:
         elif self._pins:
             assignment = from_pins(found, self._pins)
         elif any(self._plan.values()):
-            assignment = from_plan(found, keys_of(found), self._plan)
+            assignment = from_plan(found, keys, self._plan)
         else:
             assignment = Assignment([0] * found.components)
         for sentence in assignment.refused:
             self._say(sentence, whole=False)
         if assignment.unplanned is not None:
             self.neutral = f"the graph is not the planned one: {assignment.unplanned}"
-            self.unplanned = True
         return assignment
 
     def _owns_a_leaf(self, found: Walk) -> bool:
         own = self._names.of_parameter
         return any(id(edge.leaf) in own for edge in found.leaves)
 
-    def _set(self, found: Walk, offsets: list[int], gate: Gate) -> None:
+    def _set(
+        self,
+        found: Walk,
+        keys: Mapping[Cut, tuple[str, ...]],
+        offsets: list[int],
+        gate: Gate,
+    ) -> None:
         for node in found.nodes:
             node.metadata[self._marks.gate] = gate
         for edge in found.cuts:
             edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
         self._set_leaves(found, offsets, gate)
-        keys = keys_of(found)
         self.active = tuple(
             (keys[edge.cut][0], edge.cut.shift) for edge in found.cuts if edge.cut.shift
         )

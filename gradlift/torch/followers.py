@@ -29,9 +29,10 @@ class SchedulerClock:
     def __init__(self, pending: Iterable[bool] = ()) -> None:
         self._pending: deque[InFlight | bool] = deque(pending)
 
-    def advances(self, skipped: Tensor) -> bool:
-        """``skipped``: the 0-d bool flag of the step just made, on its device."""
-        if skipped.device.type == "cpu":
+    def advances(self, skipped: Tensor | bool) -> bool:
+        """``skipped``: whether the step just made was, as far as the host knows; else its 0-d
+        bool flag on its device."""
+        if isinstance(skipped, bool) or skipped.device.type == "cpu":
             return not bool(skipped)
         if capturing(skipped.device):
             raise RuntimeError(

@@ -18,11 +18,10 @@ FP16_REFUSED = "Attempting to unscale FP16 gradients."
 Key = tuple[torch.device, torch.dtype]
 
 
-class Buckets(dict[Key, list[Tensor]]):
-    """Dense real tensors by device and dtype, and which parameter of the optimizer each is of."""
-
-    def __init__(self) -> None:
-        self.rows: dict[Key, list[int]] = {}
+# Dense real tensors by device and dtype, and which parameter of the optimizer each is of. Plain
+# dicts: older releases of torch.compile trace no others.
+Buckets = dict[Key, list[Tensor]]
+Rows = dict[Key, list[int]]
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -40,6 +39,13 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool =
         coalesce: sum duplicate entries of every sparse gradient first (needed for a norm).
             Sparse float16 gradients are always coalesced: the sum may overflow.
     """
+    return collect_rows(optimizer, allow_fp16, coalesce)[0]
+
+
+def collect_rows(
+    optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool = False
+) -> tuple[Buckets, Rows]:
+    """``collect``, and each tensor's place among the optimizer's parameters."""
     # Once per parameter and step: attributes are read once, and a device's index is cheaper
     # to look up than the device.
     found: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[int]]] = {}
@@ -61,11 +67,12 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool =
                 entry = found[key] = [], []
             entry[0].append(grad)
             entry[1].append(row)
-    buckets = Buckets()
-    for (_, dtype), (tensors, rows) in found.items():
-        key = tensors[0].device, dtype
-        buckets[key], buckets.rows[key] = tensors, rows
-    return buckets
+    buckets: Buckets = {}
+    rows: Rows = {}
+    for (_, dtype), (tensors, places) in found.items():
+        buckets[tensors[0].device, dtype] = tensors
+        rows[tensors[0].device, dtype] = places
+    return buckets, rows
 
 
 def _dense_and_real(param: Tensor, grad: Tensor, allow_fp16: bool, coalesce: bool) -> Tensor:
@@ -83,6 +90,17 @@ def local(grad: Tensor) -> Tensor:
     """The part of ``grad`` that lies on this rank: a DTensor's local tensor, or ``grad``."""
     to_local = getattr(grad, "to_local", None)
     return grad if to_local is None else to_local()
+
+
+def is_spread(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a gradient is a DTensor on several ranks, of which each holds a part."""
+    for param in parameters(optimizer):
+        grad = param.grad
+        if grad is not None and type(grad) is not Tensor:
+            mesh = getattr(grad, "device_mesh", None)
+            if mesh is not None and mesh.size() > 1:
+                return True
+    return False
 
 
 def _coalesced(grad: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlift.torch.grads import Buckets, Key, local, parameters
+from gradlift.torch.grads import Buckets, Key, Rows, local, parameters
 from gradlift.torch.names import Names
 from gradlift.torch.readback import capturing
 from gradlift.torch.tables import GradTable, is_dense
@@ -116,6 +116,7 @@ class OverflowLog:
         self,
         optimizer: torch.optim.Optimizer,
         buckets: Buckets,
+        rows: Rows,
         found_inf: dict[torch.device, Tensor],
         updates: Tensor,
         loss: Tensor | None,
@@ -125,6 +126,7 @@ class OverflowLog:
         Args:
             optimizer: whose gradients are in ``buckets``, on CUDA devices.
             buckets: the gradients as they were checked.
+            rows: their places among the optimizer's parameters.
             found_inf: each device's 0-d float32 flag; set to 1.0 where the loss is not finite.
             updates: 0-d int32 on the loss's device, growing: tells the overflows' order.
             loss: one element, floating, on one of the devices; or None.
@@ -138,11 +140,11 @@ class OverflowLog:
         for key, grads in buckets.items():
             device = key[0]
             bucket = watched.get(key)
-            if bucket is None or bucket.rows != buckets.rows[key]:
+            if bucket is None or bucket.rows != rows[key]:
                 if device.type != "cuda" or capturing(device):
                     complete = False
                     continue
-                bucket = watched[key] = _Watched(key, buckets.rows[key], grads)
+                bucket = watched[key] = _Watched(key, rows[key], grads)
             addresses = bucket.addresses(grads)
             if addresses is None:
                 complete = False

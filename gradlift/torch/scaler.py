@@ -143,8 +143,8 @@ class GradScaler(Remembering):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
-            buckets = self._checked = grads.collect(optimizer, allow_fp16)
-            return grads.unscale_and_check_(buckets, inv_scale, found_inf)
+            self._checked = grads.collect_rows(optimizer, allow_fp16)
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note infs and NaNs.
@@ -228,6 +228,7 @@ class GradScaler(Remembering):
         self._max_norm = max_norm
         if not self._enabled:
             return self._step_disabled(optimizer, closure, max_norm, args, kwargs)
+        self._known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._device_state("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -237,8 +238,12 @@ class GradScaler(Remembering):
             result = closures.step(self, optimizer, closure, max_norm, retries, rest, rest_kwargs)
         elif torch.compiler.is_compiling():
             result = self._step_traced(optimizer, max_norm)
-        elif max_norm is not None and not (args or kwargs) and self._can_step_fast(optimizer):
-            result = self._step_fast(optimizer, max_norm)
+        elif (
+            (norm := self._fast_norm(max_norm, state)) is not None
+            and not (args or kwargs)
+            and self._can_step_fast(optimizer)
+        ):
+            result = self._step_fast(optimizer, norm)
         elif fused.supports(optimizer):
             result = self._step_fused(optimizer, max_norm, args, kwargs)
         else:
@@ -267,7 +272,9 @@ class GradScaler(Remembering):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if bool(self._found(optimizer_state)):  # the one sync, where nothing skips by itself
+        # The one sync, where nothing skips by itself.
+        self._known_skip = bool(self._found(optimizer_state))
+        if self._known_skip:
             self._after_skip(optimizer)
             return None
         if "clip" in optimizer_state:
@@ -298,7 +305,10 @@ class GradScaler(Remembering):
 
     def _can_step_fast(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the two-pass phase can serve this step; it has then gathered the gradients."""
-        self.slow_step_reason = Phase.of(optimizer).gather()
+        phase = Phase.of(optimizer)
+        self.slow_step_reason = phase.gather()
+        if self.slow_step_reason is None and phase.grads.device != cast(Tensor, self._scale).device:
+            self.slow_step_reason = "the gradients are not on the loss's device"
         return self.slow_step_reason is None
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -315,8 +325,10 @@ class GradScaler(Remembering):
                 bad_loss = self._losses.look()
             state["bad_loss"] = bad_loss
             found = (self._zero if bad_loss is None else bad_loss).clone()
-        needs_amax = scale.device.type != "cpu"
-        norm = phase.measure(scale, found, amax=needs_amax).norm
+        measured = phase.measure(scale, found, amax=self._wants_amax)
+        if measured.amax is not None and state["stage"] is OptState.READY:
+            self._note_amax(measured.amax)
+        norm = measured.norm
         if self._process_group is not None:
             found, state["bad_loss"] = distributed.agree(
                 found, state["bad_loss"], self._process_group
@@ -327,6 +339,17 @@ class GradScaler(Remembering):
         phase.update(scale, found, norm, max_norm)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
+
+    def _fast_norm(self, max_norm: float | None, state: dict[str, Any]) -> float | None:
+        """What the two-pass way should clip to; None to leave it: it is asked for by max_norm,
+        since torch's numbers come out bit for bit only in torch's own way."""
+        return max_norm
+
+    # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
+    _wants_amax = False
+
+    def _note_amax(self, amax: Tensor) -> None:
+        """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
         # Imported here: it needs torch's compiler, which takes seconds to import.
@@ -386,7 +409,7 @@ class GradScaler(Remembering):
         if self._checked is None or device.type != "cuda" or not has_triton():
             return None
         state["attributed"], bad_loss = self._overflow.judge(
-            optimizer, self._checked, flags, self._updates, unseen
+            optimizer, *self._checked, flags, self._updates, unseen
         )
         return bad_loss
 
@@ -409,6 +432,12 @@ class GradScaler(Remembering):
         self, optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
     ) -> Tensor:
         """Measure gradients that are ``scale`` times too large; what to multiply them by."""
+        if grads.is_spread(optimizer):
+            raise ValueError(
+                "max_norm cannot clip DTensor gradients that are spread over ranks yet: each rank "
+                "would clip by the norm of its own part. Call scaler.unscale_(optimizer) and "
+                "torch.nn.utils.clip_grad_norm_(...) before scaler.step(optimizer)"
+            )
         buckets = grads.collect(optimizer, True, coalesce=True)
         device = next(iter(buckets))[0] if scale is None and buckets else None
         where = scale.device if scale is not None else device or torch.device("cpu")
@@ -522,15 +551,17 @@ class GradScaler(Remembering):
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
         """``scheduler.step(*args)``, once for every step that was taken.
 
-        Call it after ``update``, where ``scheduler.step()`` was. On a GPU with a fused optimizer
-        nothing waits for the device: a skipped step holds the scheduler back 8 calls later.
+        Call it after ``update``, where ``scheduler.step()`` was. Where the optimizer decides on
+        the GPU (fused, or with ``max_norm``) nothing waits for it: a skipped step holds the
+        scheduler back 8 calls later.
         """
         clock = self._clocks.get(scheduler)
         if clock is None:
             place = len(self._clocks)
             saved = self._loaded_clocks[place] if place < len(self._loaded_clocks) else []
             clock = self._clocks[scheduler] = followers.SchedulerClock(saved)
-        if not self._enabled or clock.advances(self.last_step_skipped):
+        skipped = self.last_step_skipped if self._known_skip is None else self._known_skip
+        if not self._enabled or clock.advances(skipped):
             scheduler.step(*args)
 
     def update_ema(

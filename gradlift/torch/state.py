@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from gradlift.policy import Policy, ScaleState, Static
 from gradlift.torch import checkpoint
 from gradlift.torch.followers import SchedulerClock
-from gradlift.torch.grads import Buckets
+from gradlift.torch.grads import Buckets, Rows
 from gradlift.torch.loss import LossWatch
 from gradlift.torch.overflow import OverflowLog, Report
 from gradlift.torch.reactions import Reactions
@@ -111,11 +111,13 @@ class Remembering(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._counts: Tensor | None = None
         self._last_found: Tensor | None = None
+        # Whether the last step was skipped, where the host had to find out anyway.
+        self._known_skip: bool | None = None
         self._grad_norm: Tensor | None = None
         self.slow_step_reason: str | None = None
         """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
         self._losses = LossWatch()
-        self._checked: Buckets | None = None
+        self._checked: tuple[Buckets, Rows] | None = None
         self._readback = Counts()
         self._max_norm: float | None = None
         self._recorders: tuple[Any, ...] = ()

@@ -1,0 +1,123 @@
+"""Which scaler a trainer shall use: an instance, a policy, or a function of the model.
+
+A function is called once the trainer knows its model, so that a scaler that looks at the model
+(``AdaptiveGradScaler``) needs no second mention of it::
+
+    GradLiftPrecision(AdaptiveGradScaler)  # a class: gets the trainer's device too
+    GradLiftPrecision(lambda model: AdaptiveGradScaler(model, tolerance=1e-4))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import OptState
+
+from gradlift.policy import Dynamic, Policy, Static
+from gradlift.torch import GradScaler
+
+ScalerSource = GradScaler | Policy | Callable[[nn.Module], GradScaler] | None
+"""A scaler, a policy, a class of scalers, a function from the model to a scaler, or None for the
+defaults."""
+
+
+def check(source: Any) -> None:
+    """Refuse early what ``build`` could not use."""
+    if source is None or isinstance(source, (GradScaler, Static, Dynamic)):
+        return
+    if isinstance(source, torch.amp.GradScaler) or not callable(source):
+        raise TypeError(
+            "the scaler must be a gradlift.torch.GradScaler, a gradlift.Static or Dynamic policy, "
+            f"a function that takes the model and returns a scaler, or None; got {source!r}"
+        )
+
+
+def build(source: ScalerSource, model: nn.Module | None, device: str) -> GradScaler:
+    """The scaler itself.
+
+    Args:
+        source: what the user gave.
+        model: what the trainer trains, unwrapped; None where it does not know yet.
+        device: the device type of the losses, for a scaler that is made here.
+    """
+    check(source)
+    if isinstance(source, GradScaler):
+        return source
+    if source is None or isinstance(source, (Static, Dynamic)):
+        return GradScaler(device, policy=source, model=model)
+    if model is None:
+        raise RuntimeError(
+            "the scaler is made by a function of the model, and the trainer has no model yet; "
+            "set the model up first, or give a scaler that is ready"
+        )
+    make: Callable[..., Any] = source
+    by_class = isinstance(source, type) and issubclass(source, GradScaler)
+    scaler = make(device=device, model=model) if by_class else make(model)
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"the function given for the scaler must return a gradlift.torch.GradScaler, got "
+            f"{scaler!r}"
+        )
+    return scaler
+
+
+def join_ranks(scaler: GradScaler) -> None:
+    """Let all ranks of a running job decide alike, unless the user named a group."""
+    running = dist.is_available() and dist.is_initialized()
+    if running and dist.get_world_size() > 1 and scaler._process_group is None:
+        scaler._process_group = dist.group.WORLD
+
+
+def unscale_once_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """``unscale_``, unless it has been done since the last ``update``: two clip calls in one step
+    are no mistake."""
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    if stage is not OptState.UNSCALED:
+        scaler.unscale_(optimizer)
+
+
+def whole(modules: list[nn.Module]) -> nn.Module | None:
+    """What a function of the model gets: the one module, or a list of several; None for none."""
+    if len(modules) < 2:
+        return modules[0] if modules else None
+    return nn.ModuleList(modules)
+
+
+class JointUpdate:
+    """``update()`` for trainers that call it after every optimizer.
+
+    Where one backward pass feeds several optimizers, an update after the first of them changes
+    the scale under the gradients of the others, which are then unscaled by the wrong number. So
+    with several optimizers the update waits until the next loss is scaled.
+    """
+
+    def __init__(self) -> None:
+        self.waits = False
+        """Whether several optimizers share the scaler."""
+        self._due = False
+
+    def before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step; with a closure no loss was scaled since its last step."""
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            self.flush(scaler)
+
+    def after_step(self, scaler: GradScaler) -> None:
+        """An optimizer has stepped."""
+        if self.waits:
+            self._due = True
+        else:
+            scaler.update()
+
+    def forget(self) -> None:
+        """A state was loaded; what was due belonged to another run."""
+        self._due = False
+
+    def flush(self, scaler: GradScaler) -> None:
+        """A loss is about to be scaled, or the state saved."""
+        if self._due:
+            self._due = False
+            scaler.update()

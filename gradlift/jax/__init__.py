@@ -1,0 +1,63 @@
+"""JAX: the rule as a pytree and pure functions.
+
+A training step::
+
+    state = init(Dynamic())
+    grad_fn = value_and_grad(loss_fn)
+
+    @jax.jit
+    def step(state, params, batch):
+        state, finite, loss, grads = grad_fn(state, params, batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return state, select(finite, new, params), loss
+
+``loss_scaled`` does the same inside an optax transformation. ``gradlift.jax.flax`` and
+``gradlift.jax.jmp`` stand in for Flax's ``DynamicScale`` and for ``jmp``. ``layerwise`` gives
+each part of a loss function its own exponent; ``gradlift.jax.modules`` cuts Flax models.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "gradlift.jax needs jax, which is not installed: pip install 'gradlift[jax]'"
+    ) from error
+
+from gradlift.jax.cuts import Layerwise, adopt, cut, layerwise
+from gradlift.jax.state import (
+    LossScaleState,
+    ValueAndGrad,
+    all_finite,
+    check_floor,
+    from_flax,
+    from_jmp,
+    init,
+    scale,
+    select,
+    unscale,
+    update,
+    value_and_grad,
+)
+from gradlift.jax.transform import LossScaledState, loss_scaled, scale_state
+
+__all__ = [
+    "Layerwise",
+    "LossScaleState",
+    "LossScaledState",
+    "ValueAndGrad",
+    "adopt",
+    "all_finite",
+    "check_floor",
+    "cut",
+    "from_flax",
+    "from_jmp",
+    "init",
+    "layerwise",
+    "loss_scaled",
+    "scale",
+    "scale_state",
+    "select",
+    "unscale",
+    "update",
+    "value_and_grad",
+]

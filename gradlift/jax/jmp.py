@@ -1,0 +1,68 @@
+"""Stands in for ``jmp``: ``from gradlift.jax import jmp`` and keep the script.
+
+``DynamicLossScale`` is jmp's with gradlift's rule: the floor survives ``jit``, which jmp's
+loses, and its leaves are strongly typed, so that a step compiles once. Everything else,
+``get_policy`` above all, is jmp's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+try:
+    import jmp as theirs
+except ImportError as error:
+    raise ImportError(
+        "gradlift.jax.jmp needs jmp, which is not installed: pip install 'gradlift[jax]' jmp"
+    ) from error
+
+from gradlift import policy as rule
+from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, ScaleState
+
+
+@jax.tree_util.register_pytree_node_class
+class DynamicLossScale(theirs.DynamicLossScale):
+    """jmp's ``DynamicLossScale`` with gradlift's rule; see jmp for its fields.
+
+    ``min_loss_scale`` is a constant: it must be known outside ``jit``.
+    """
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("loss_scale", jnp.float32), ("counter", jnp.int32)):
+            value = getattr(self, name)
+            # JAX's placeholders pass through here too, and have no dtype.
+            if hasattr(value, "dtype") and jnp.ndim(value) == 0:
+                object.__setattr__(self, name, jnp.asarray(value, dtype))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        constants = (self.period, self.factor, float(self.min_loss_scale))
+        return (self.loss_scale, self.counter), constants
+
+    @classmethod
+    def tree_unflatten(cls, meta: Any, data: Any) -> DynamicLossScale:
+        period, factor, floor = meta
+        return cls(*data, period, factor, np.float32(floor))  # type: ignore[arg-type]
+
+    def adjust(self, grads_finite: jax.Array) -> DynamicLossScale:
+        """The next state."""
+        policy = Dynamic(
+            init_scale=LARGEST_SCALE,  # not used: the scale is here already
+            growth_factor=float(self.factor),
+            backoff_factor=1 / float(self.factor),
+            growth_interval=self.period,
+            min_scale=max(float(self.min_loss_scale), SMALLEST_SCALE),
+            max_scale=LARGEST_SCALE,
+        )
+        before = ScaleState(self.loss_scale, self.counter, jnp.asarray(1, jnp.int32))
+        after = rule.update(policy, before, ~grads_finite, where=jnp.where)
+        return type(self)(
+            after.scale, after.growth_tracker, self.period, self.factor, self.min_loss_scale
+        )
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(theirs, name)

@@ -1,0 +1,118 @@
+"""Loss scaling as an optax transformation around any other.
+
+The gradients come in scaled and the updates go out true. A step that overflowed emits zeros and
+leaves the inner state as it was; the inner transformation still runs, on zeros, so that no
+infinity gets near its state and nothing branches. It sees float32 only: half-precision
+parameters would otherwise give it half-precision moments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradlift.jax.state import (
+    AxisName,
+    LossScaleState,
+    _at_least_float32,
+    _inexact,
+    all_finite,
+    init,
+    select,
+    unscale,
+    update,
+)
+from gradlift.policy import Policy
+
+if TYPE_CHECKING:
+    import optax
+
+
+class LossScaledState(NamedTuple):
+    """The state of ``loss_scaled``."""
+
+    loss_scale: LossScaleState
+    inner: Any
+
+
+def loss_scaled(
+    inner: optax.GradientTransformation,
+    policy: Policy | None = None,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """``inner`` fed with the gradients of a scaled loss.
+
+    Example::
+
+        tx = loss_scaled(optax.adam(1e-3), Dynamic())
+        opt_state = tx.init(params)
+        ...
+        grads = jax.grad(lambda p: scale(scale_state(opt_state), loss_fn(p, batch)))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    Args:
+        inner: any optax transformation.
+        policy: a ``Static`` or a ``Dynamic``; ``Dynamic()`` when left out.
+        axis_name: of ``pmap`` or ``shard_map``, when the gradients are not yet averaged over
+            it: its devices agree on the skip.
+
+    Returns:
+        A transformation. Its ``update`` takes optax's ``value=``, the unscaled loss, which lets
+        it tell a forward pass that overflowed from a scale that is too high.
+    """
+    optax = _optax()
+    wrapped = optax.with_extra_args_support(inner)
+
+    def init_fn(params: Any) -> LossScaledState:
+        return LossScaledState(init(policy), wrapped.init(_float32(params)))
+
+    def update_fn(
+        updates: Any, state: LossScaledState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LossScaledState]:
+        grads = unscale(state.loss_scale, updates)
+        finite = all_finite(grads, axis_name)
+        loss_finite = all_finite(extra_args.get("value"), axis_name)
+        grads = select(finite, grads, jax.tree.map(jnp.zeros_like, grads))
+        out, inner_state = wrapped.update(grads, state.inner, _float32(params), **extra_args)
+        return (
+            select(finite, out, jax.tree.map(jnp.zeros_like, out)),
+            LossScaledState(
+                update(state.loss_scale, finite, loss_finite),
+                select(finite, inner_state, state.inner),
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def scale_state(opt_state: Any) -> LossScaleState:
+    """The loss-scale state inside an optax state, wherever ``chain`` or ``MultiSteps`` put it.
+
+    Args:
+        opt_state: the state of an optimizer that holds one ``loss_scaled``.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LossScaleState))
+    found = [node for node in nodes if isinstance(node, LossScaleState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one loss scale in the optimizer state, found {len(found)}: wrap the "
+            "optimizer once with gradlift.jax.loss_scaled"
+        )
+    return found[0]
+
+
+def _float32(params: Any) -> Any:
+    return jax.tree.map(lambda p: _at_least_float32(p) if _inexact(p) else p, params)
+
+
+def _optax() -> Any:
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError(
+            "gradlift.jax.loss_scaled needs optax, which is not installed: "
+            "pip install 'gradlift[jax]'"
+        ) from error
+    return optax

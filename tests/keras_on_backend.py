@@ -1,0 +1,511 @@
+"""What ``test_keras.py`` runs in a process of its own for each Keras backend."""
+
+# Keras has no types, and what can be inferred of them is wrong.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportFunctionMemberAccess=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+import json
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from gradlift import Dynamic, Static, update
+from gradlift.keras import LossScaleLogger, LossScaleOptimizer, from_keras
+
+# Keras's own variables, read as NumPy arrays on TensorFlow, and saved to a file.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
+
+BACKEND = keras.backend.backend()
+TRACES = json.loads((Path(__file__).parent / "traces.json").read_text())
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+elif BACKEND == "jax":
+    import jax
+else:
+    import torch
+
+    torch.set_num_threads(1)
+
+jit_modes = pytest.mark.parametrize("jit", [False, True] if BACKEND != "torch" else [False])
+# Without jit Keras's own class compiles at every step on JAX.
+QUICK = BACKEND == "jax"
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy("float32")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def number(x):
+    return ops.convert_to_numpy(x).item()
+
+
+def state_of(optimizer):
+    return (
+        number(optimizer.dynamic_scale),
+        number(optimizer.step_counter),
+        number(optimizer.hysteresis_tracker),
+    )
+
+
+def stepper(optimizer, variable):
+    """A function that applies one gradient, compiled where the backend compiles."""
+    if BACKEND == "torch":
+        return lambda g: optimizer.apply([ops.convert_to_tensor(g)], [variable])
+    if BACKEND == "tensorflow":
+        compiled = tf.function(lambda g: optimizer.apply([g], [variable]))
+        return lambda g: compiled(tf.constant(g, "float32"))
+    stateless = jax.jit(optimizer.stateless_apply)
+
+    def step(g):
+        values = [v.value for v in optimizer.variables]
+        new = stateless(values, [jax.numpy.float32(g)], [variable.value])
+        for v, value in zip([variable, *optimizer.variables], [*new[0], *new[1]], strict=True):
+            v.assign(value)
+        assert stateless._cache_size() == 1
+
+    return step
+
+
+def policy_of(trace):
+    fields = dict(trace["policy"])
+    return {"Static": Static, "Dynamic": Dynamic}[fields.pop("kind")](**fields)
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace["name"])
+def test_the_traces(trace):
+    policy = policy_of(trace)
+    variable = keras.Variable(0.0, name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=policy)
+    optimizer.build([variable])
+    step, expected, taken = stepper(optimizer, variable), policy.init(), 0
+    for i, flag in enumerate(trace["found_inf"]):
+        overflow = flag == "1"
+        # A true gradient of -1, so that the variable counts the steps that were taken.
+        scale = np.float32(state_of(optimizer)[0])
+        step(np.float32(np.inf) if overflow else -scale)
+        taken += not overflow
+        expected = update(policy, expected, overflow)
+        assert state_of(optimizer) == expected, i
+        assert number(variable) == taken
+        assert number(optimizer.skipped_steps) == i + 1 - taken
+        assert number(optimizer.iterations) == taken
+
+
+def test_keras_own_class_agrees_until_it_falls_to_0():
+    trace = next(t for t in TRACES if t["name"] == "down to the bottom")
+    policy, variable = policy_of(trace), keras.Variable(0.0, name="w")
+    theirs = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), policy.init_scale, policy.growth_interval
+    )
+    theirs.build([variable])
+    step, expected, scales = stepper(theirs, variable), policy.init(), []
+    for i, flag in enumerate(trace["found_inf"][:60]):
+        step(np.float32(np.inf if flag == "1" else 0.0))
+        expected = update(policy, expected, flag == "1")
+        scales.append(number(theirs.dynamic_scale))
+        if i < 26:
+            assert scales[-1] == expected.scale
+    assert scales[-1] == 0.0
+    assert expected.scale == 2.0**-126
+
+
+def data():
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return (digits.data / 16).astype("float32")[:1024], digits.target[:1024]
+
+
+def digits_model():
+    return keras.Sequential(
+        [
+            keras.layers.Input((64,)),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.Dense(10, dtype="float32"),
+        ]
+    )
+
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def trained(optimizer, jit, callbacks=(), epochs=6):
+    keras.utils.set_random_seed(0)
+    model = digits_model()
+    model.compile(optimizer, LOSS, jit_compile=jit)
+    history = model.fit(*data(), batch_size=64, epochs=epochs, verbose=0, callbacks=callbacks)
+    return model, history.history
+
+
+@jit_modes
+def test_fit_in_float16_reaches_the_float32_loss(jit):
+    _, full = trained(keras.optimizers.Adam(5e-3), jit)
+    keras.config.set_dtype_policy("mixed_float16")
+    # So high that training starts with overflows, and so quick to grow that more follow.
+    policy = Dynamic(init_scale=2.0**32, growth_interval=15)
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(5e-3), policy=policy)
+    model, half = trained(optimizer, jit, [LossScaleLogger()])
+    assert model.optimizer is optimizer
+    assert full["loss"][-1] < 0.4
+    assert half["loss"][-1] < 1.15 * full["loss"][-1] + 0.05
+    assert half["skipped_steps"] == sorted(half["skipped_steps"])
+    assert 10 < half["skipped_steps"][-1] == number(optimizer.skipped_steps)
+    assert half["loss_scale"][-1] == number(optimizer.dynamic_scale) < 2.0**32
+    assert number(optimizer.iterations) + half["skipped_steps"][-1] == 6 * 16
+
+
+def custom_loop(optimizer, model, x, y, steps):
+    """A loop as each backend's users write it; returns the losses."""
+    optimizer.build(model.trainable_variables)
+    if BACKEND == "tensorflow":
+        return tensorflow_loop(optimizer, model, x, y, steps)
+    if BACKEND == "torch":
+        return torch_loop(optimizer, model, x, y, steps)
+    return jax_loop(optimizer, model, x, y, steps)
+
+
+def tensorflow_loop(optimizer, model, x, y, steps):
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x, training=True))
+            scaled = optimizer.get_scaled_loss(loss)
+        grads = optimizer.get_unscaled_gradients(tape.gradient(scaled, model.trainable_variables))
+        grads, _ = tf.clip_by_global_norm(grads, 1.0)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss
+
+    losses = [float(step()) for _ in range(steps)]
+    assert step.experimental_get_tracing_count() == 1
+    return losses
+
+
+def torch_loop(optimizer, model, x, y, steps):
+    losses = []
+    for _ in range(steps):
+        model.zero_grad()
+        loss = LOSS(y, model(x, training=True))
+        optimizer.scale_loss(loss).backward()
+        with torch.no_grad():
+            grads = [v.value.grad for v in model.trainable_variables]
+            optimizer.apply(grads, model.trainable_variables)
+        losses.append(loss.item())
+    return losses
+
+
+def jax_loop(optimizer, model, x, y, steps):
+    """With state on purpose: ``apply`` outside any stateless scope."""
+
+    def loss_of(values, state):
+        logits, state = model.stateless_call(values, state, x)
+        loss = LOSS(y, logits)
+        return optimizer.scale_loss(loss), loss
+
+    losses, state = [], [v.value for v in model.non_trainable_variables]
+    for _ in range(steps):
+        values = [v.value for v in model.trainable_variables]
+        grads, loss = jax.grad(loss_of, has_aux=True)(values, state)
+        optimizer.apply(grads, model.trainable_variables)
+        losses.append(float(loss))
+    return losses
+
+
+def test_a_custom_loop_trains():
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = data()
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-2), initial_scale=2.0**24)
+    losses = custom_loop(optimizer, digits_model(), x[:256], y[:256], 40)
+    assert losses[-1] < 0.5 * losses[0]
+    assert number(optimizer.skipped_steps) >= 1
+    assert 0 < number(optimizer.dynamic_scale) < 2.0**24
+
+
+def test_unscaled_gradients_are_applied_once_unscaled():
+    w = keras.Variable([2.0, 4.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(64.0))
+    optimizer.build([w])
+    scaled = [ops.convert_to_tensor([64.0, 128.0])]
+    true = optimizer.get_unscaled_gradients(scaled)
+    assert ops.convert_to_numpy(true[0]).tolist() == [1.0, 2.0]
+    optimizer.apply(true, [w])
+    assert ops.convert_to_numpy(w).tolist() == [1.0, 2.0]
+    optimizer.apply(scaled, [w])
+    assert ops.convert_to_numpy(w).tolist() == [0.0, 0.0]
+    assert optimizer.get_unscaled_gradients([None]) == [None]
+
+
+def test_a_true_gradient_too_large_for_float32_is_skipped():
+    w = keras.Variable([2.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(2.0**-20))
+    optimizer.build([w])
+    optimizer.apply([ops.convert_to_tensor([1e35])], [w])
+    assert ops.convert_to_numpy(w).tolist() == [2.0]
+    assert number(optimizer.skipped_steps) == 1
+
+
+def test_a_half_precision_loss_is_cast_before_it_is_scaled():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**17)
+    loss = ops.cast(ops.convert_to_tensor(3.0), "float16")
+    for scaled in (optimizer.scale_loss(loss), optimizer.get_scaled_loss(loss)):
+        assert number(scaled) == 3 * 2.0**17
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"initial_scale": 8.0, "dynamic_growth_steps": 7},
+        {"initial_scale": 8.0, "dynamic": False},
+        {"policy": Static(4.0)},
+        {"policy": Dynamic.deepspeed(growth_interval=9)},
+    ],
+)
+def test_the_config_round_trips(arguments):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25), name="lift", **arguments)
+    config = json.loads(json.dumps(optimizer.get_config()))
+    again = LossScaleOptimizer.from_config(config)
+    assert again.policy == optimizer.policy
+    assert (again.name, number(again.learning_rate)) == ("lift", 0.25)
+    assert isinstance(again.inner_optimizer, keras.optimizers.SGD)
+    config = keras.saving.serialize_keras_object(optimizer)
+    assert keras.saving.deserialize_keras_object(config).policy == optimizer.policy
+
+
+def test_arguments_mean_what_they_mean_in_keras():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), 8.0, 7)
+    assert optimizer.policy == Dynamic.keras(init_scale=8.0, growth_interval=7)
+    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 7)
+    assert LossScaleOptimizer(keras.optimizers.SGD()).policy == Dynamic.keras()
+    assert LossScaleOptimizer(keras.optimizers.SGD(), 8.0, dynamic=False).policy == Static(8.0)
+    with pytest.raises(ValueError, match="leave out initial_scale"):
+        LossScaleOptimizer(keras.optimizers.SGD(), 8.0, policy=Static(8.0))
+    with pytest.raises(ValueError, match="init_scale"):
+        LossScaleOptimizer(keras.optimizers.SGD(), 0.0)
+    with pytest.raises(ValueError, match="clipnorm"):
+        LossScaleOptimizer(keras.optimizers.SGD(), clipnorm=1.0)
+
+
+def values(optimizer):
+    return [ops.convert_to_numpy(v) for v in optimizer.variables]
+
+
+def assert_same_values(a, b):
+    for x, y in zip(values(a), values(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_keras_file_round_trips(tmp_path):
+    keras.config.set_dtype_policy("mixed_float16")
+    policy = Dynamic(init_scale=2.0**24, growth_interval=50, hysteresis=2)
+    model, _ = trained(
+        LossScaleOptimizer(keras.optimizers.Adam(1e-3), policy=policy), QUICK, epochs=1
+    )
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(again.optimizer) is LossScaleOptimizer
+    assert again.optimizer.policy == policy
+    assert_same_values(again.optimizer, model.optimizer)
+    again.fit(*data(), batch_size=64, epochs=1, verbose=0)
+    assert number(again.optimizer.skipped_steps) >= number(model.optimizer.skipped_steps)
+
+
+def test_a_weights_file_round_trips(tmp_path):
+    keras.config.set_dtype_policy("mixed_float16")
+    model, _ = trained(LossScaleOptimizer(keras.optimizers.Adam(1e-3), 2.0**24), QUICK, epochs=1)
+    model.save_weights(tmp_path / "model.weights.h5")
+    again, _ = trained(LossScaleOptimizer(keras.optimizers.Adam(1e-3)), QUICK, epochs=1)
+    again.load_weights(tmp_path / "model.weights.h5")
+    assert_same_values(again.optimizer, model.optimizer)
+
+
+def trained_with_keras_own_class():
+    keras.config.set_dtype_policy("mixed_float16")
+    theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3), 2.0**24, 50)
+    model, _ = trained(theirs, QUICK, epochs=1)
+    assert number(theirs.dynamic_scale) < 2.0**24
+    return model
+
+
+def assert_goes_on(ours, theirs):
+    assert type(ours) is LossScaleOptimizer
+    assert number(ours.dynamic_scale) == number(theirs.dynamic_scale)
+    assert number(ours.step_counter) == number(theirs.step_counter)
+    assert_same_values(ours.inner_optimizer, theirs.inner_optimizer)
+
+
+def test_a_model_file_saved_with_keras_own_class(tmp_path):
+    model = trained_with_keras_own_class()
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    again.optimizer = from_keras(again.optimizer)
+    assert_goes_on(again.optimizer, model.optimizer)
+    assert again.optimizer.policy == Dynamic.keras(init_scale=2.0**24, growth_interval=50)
+    again.fit(*data(), batch_size=64, epochs=1, verbose=0)
+    assert number(again.optimizer.iterations) > number(model.optimizer.iterations)
+
+
+def test_a_weights_file_saved_with_keras_own_class(tmp_path):
+    model = trained_with_keras_own_class()
+    model.save_weights(tmp_path / "model.weights.h5")
+    again, _ = trained(LossScaleOptimizer(keras.optimizers.Adam(1e-3)), QUICK, epochs=1)
+    again.load_weights(tmp_path / "model.weights.h5")
+    assert_goes_on(again.optimizer, model.optimizer)
+
+
+def test_the_callback_wants_our_optimizer_and_watches_the_floor():
+    with pytest.raises(ValueError, match="got Adam"):
+        trained(keras.optimizers.Adam(), False, [LossScaleLogger()], epochs=1)
+    policy = Dynamic(init_scale=2.0**120, min_scale=2.0**119, on_floor="raise")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1e-3), policy=policy)
+    keras.config.set_dtype_policy("mixed_float16")
+    with pytest.raises(FloatingPointError, match="min_scale"):
+        trained(optimizer, False, [LossScaleLogger()], epochs=1)
+
+
+SCRIPT = """
+import keras
+from keras.optimizers import LossScaleOptimizer
+
+keras.utils.set_random_seed(0)
+model = digits_model()
+optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-3), initial_scale=2.0**20,
+                               dynamic_growth_steps=8)
+model.compile(optimizer=optimizer, loss=LOSS, metrics=["accuracy"])
+model.fit(*data(), batch_size=64, epochs=2, verbose=0)
+scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+weights = model.get_weights()
+"""
+
+
+def test_a_script_for_keras_runs_with_one_import_changed():
+    keras.config.set_dtype_policy("mixed_float16")
+    results = []
+    for line in ("from keras.optimizers import", "from gradlift.keras import"):
+        names = {"digits_model": digits_model, "LOSS": LOSS, "data": data}
+        script = SCRIPT.replace("from keras.optimizers import", line)
+        exec(compile(script, "script", "exec"), names)
+        results.append(names)
+    theirs, ours = results
+    assert type(ours["optimizer"]) is LossScaleOptimizer
+    assert ours["scale"] == theirs["scale"]
+    for a, b in zip(ours["weights"], theirs["weights"], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_the_sparse_gradients_of_an_embedding():
+    keras.config.set_dtype_policy("mixed_float16")
+    tokens = np.random.default_rng(0).integers(0, 50, size=(256, 4))
+    target = tokens.sum(1, keepdims=True) / 100
+    model = keras.Sequential(
+        [
+            keras.layers.Input((4,)),
+            keras.layers.Embedding(50, 8),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+    )
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-2), 2.0**24)
+    model.compile(optimizer, "mse", jit_compile=QUICK)
+    losses = model.fit(tokens, target, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < 0.5 * losses[0]
+    assert number(optimizer.skipped_steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(  # torch's own, as its compiler is imported
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
+def test_fit_with_jit_compile_on_torch():
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(5e-3), 2.0**24)
+    _, history = trained(optimizer, True, [LossScaleLogger()], epochs=4)
+    assert history["loss"][-1] < 0.7 * history["loss"][0]
+    assert history["skipped_steps"][-1] > 0
+
+
+def test_gradient_accumulation_and_ema_of_the_inner_optimizer():
+    w = keras.Variable([1.0], name="w")
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, use_ema=True)
+    optimizer = LossScaleOptimizer(inner, policy=Static(8.0))
+    optimizer.build([w])
+    for g in (8.0, np.inf, 8.0, 8.0):
+        optimizer.apply([ops.convert_to_tensor([g])], [w])
+    # Two true gradients of 1 average to one step of 1; the third waits.
+    assert ops.convert_to_numpy(w).tolist() == [0.0]
+    assert number(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.distribute is TensorFlow's")
+class TestMirroredStrategy:
+    def run(self, make, grads):
+        """The scale, the weight and the skips after a step on two replicas."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # MirroredStrategy on CPUs says it is for tests
+            strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            w = keras.Variable(1.0, name="w")
+            optimizer = make()
+            optimizer.build([w])
+
+        @tf.function
+        def step():
+            def on_replica():
+                index = tf.distribute.get_replica_context().replica_id_in_sync_group
+                optimizer.apply([tf.gather(tf.constant(grads), index)], [w])
+
+            strategy.run(on_replica)
+
+        step()
+        copies = [v.numpy().item() for v in strategy.experimental_local_results(w.value)]
+        scales = strategy.experimental_local_results(optimizer.dynamic_scale.value)
+        return [s.numpy().item() for s in scales], copies
+
+    def ours(self):
+        return LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Dynamic(init_scale=8.0))
+
+    def theirs(self):
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
+
+    def test_replicas_sum_their_true_gradients(self):
+        assert self.run(self.ours, [4.0, 2.0]) == ([8.0, 8.0], [0.25, 0.25])
+
+    @pytest.mark.parametrize("grads", [[np.inf, 2.0], [2.0, np.inf], [np.nan, np.nan]])
+    def test_all_skip_when_one_overflows(self, grads):
+        assert self.run(self.ours, grads) == ([4.0, 4.0], [1.0, 1.0])
+
+    def test_keras_own_class_asks_the_first_replica_only(self):
+        scales, copies = self.run(self.theirs, [2.0, np.inf])
+        assert scales == [8.0, 8.0]
+        assert not np.isfinite(copies).any()
+
+    def test_fit(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        keras.config.set_dtype_policy("mixed_float16")
+        with strategy.scope():
+            policy = Dynamic(init_scale=2.0**32, hysteresis=2)
+            optimizer = LossScaleOptimizer(keras.optimizers.Adam(5e-3), policy=policy)
+            model = digits_model()
+            model.compile(optimizer, LOSS, jit_compile=False)
+        history = model.fit(
+            *data(), batch_size=64, epochs=3, verbose=0, callbacks=[LossScaleLogger()]
+        )
+        assert history.history["loss"][-1] < 0.5 * history.history["loss"][0]
+        assert history.history["skipped_steps"][-1] > 10

@@ -1,0 +1,518 @@
+"""Layer-wise scaling in JAX: cuts, components, exponents, probes and plans."""
+
+# optax and jax.jit are typed more loosely than they are used here.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# ruff: noqa: E402
+# pyright: reportOptionalSubscript=false, reportOperatorIssue=false
+
+import pytest
+
+# A machine with another framework alone still collects this file.
+for module in ("jax", "flax"):
+    pytest.importorskip(module)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from gradlift import Dynamic, Static
+from gradlift import jax as gl
+from gradlift.jax.cuts import adopt, count_exponents, cut, layerwise
+from gradlift.jax.modules import cut_modules
+from gradlift.plan import Plan
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+STATE = gl.init(Static(2.0**4))
+RNG = np.random.default_rng(8)
+X = jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32)
+
+
+def matrices(count):
+    return [jnp.asarray(RNG.normal(size=(8, 8)) / 3, jnp.float32) for _ in range(count)]
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+
+def chain(ws, x):
+    for i, w in enumerate(ws):
+        x = cut(jnp.tanh(x @ w), f"layer {i}")
+    return jnp.mean(x**2)
+
+
+def residual(ws, x):
+    for i, w in enumerate(ws):
+        x = x + cut(jax.nn.relu(cut(x @ w, f"in {i}")), f"out {i}")
+    return jnp.mean(x**2)
+
+
+def tied_with_penalty(ws, x):
+    h = cut(jnp.tanh(x @ ws[0]), "a")
+    h = cut(jnp.tanh(h @ ws[1]), "b")
+    return jnp.mean((h @ ws[0].T) ** 2) + 0.01 * sum(jnp.sum(w**2) for w in ws)
+
+
+def called_twice(ws, x):
+    layer = jax.jit(lambda w, x: cut(jnp.sin(x @ w), "layer"))
+    return jnp.mean(layer(ws[1], layer(ws[0], x)) ** 2)
+
+
+def rematerialised(ws, x):
+    @jax.checkpoint
+    def block(w, v, x):
+        return cut(jnp.tanh(cut(jnp.tanh(x @ w), "inner") @ v), "outer")
+
+    x = block(ws[0], ws[1], x)
+    return jnp.mean(block(ws[1], ws[2], x) ** 2)
+
+
+def bypassed(ws, x):
+    h = jnp.tanh(x @ ws[0])
+    h = h + cut(h @ ws[1], "around")
+    return jnp.mean(cut(h, "end") ** 2 @ ws[2])
+
+
+def two_outputs(ws, x):
+    a, b = cut((jnp.tanh(x @ ws[0]), jnp.cos(x @ ws[0])), "pair")
+    return jnp.mean(a @ ws[1] * b) + jnp.mean(jax.lax.stop_gradient(cut(x @ ws[2], "stopped")))
+
+
+MODELS = {
+    chain: (4, {}),
+    residual: (5, {}),
+    tied_with_penalty: (3, {}),
+    called_twice: (3, {}),
+    rematerialised: (5, {}),
+    bypassed: (2, {"around": "a path around it"}),
+    two_outputs: (3, {"stopped": "no gradient"}),
+}
+
+
+def assert_equal_trees(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def random_offsets(count, seed):
+    offsets = np.random.default_rng(seed).integers(1, 13, count)
+    offsets[1::2] *= -1
+    offsets[0] = 0
+    return jnp.asarray(offsets, jnp.int32)
+
+
+def moved(bins, by):
+    """A histogram of the same gradient times 2**by."""
+    return np.concatenate([bins[:1], np.roll(bins[1:-1], by), bins[-1:]])
+
+
+@pytest.mark.parametrize("fun", MODELS, ids=lambda fun: fun.__name__)
+def test_random_exponents_leave_float32_gradients_bit_identical(fun):
+    ws, run = matrices(3), layerwise(fun)
+    traced = run.trace(ws, X)
+    count, neutral = MODELS[fun]
+    assert len(traced.graph.components) == count
+    assert traced.neutral.keys() == neutral.keys()
+    for name, reason in neutral.items():
+        assert reason in traced.neutral[name]
+    loss, grads = jax.value_and_grad(fun)(ws, X)
+    step, zero = jax.jit(run.value_and_grad), jnp.zeros(count, jnp.int32)
+    for seed in range(5):
+        offsets = random_offsets(count, seed)
+        out = run.value_and_grad(STATE, offsets, ws, X)
+        assert out.aux == loss
+        assert_equal_trees(out.grads, grads)
+        assert_equal_trees(step(STATE, offsets, ws, X).grads, step(STATE, zero, ws, X).grads)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("fun", MODELS, ids=lambda fun: fun.__name__)
+def test_cuts_are_active(fun):
+    """At a random plan every gradient is seen at its component's power of two."""
+    ws, run = matrices(3), layerwise(fun)
+    traced = run.trace(ws, X)
+    offsets = random_offsets(len(traced.graph.components), 1)
+    _, plain = run.probe(STATE, offsets * 0, ws, X)
+    out, bins = run.probe(STATE, offsets, ws, X)
+    assert_equal_trees(out.grads, jax.grad(fun)(ws, X))
+    changed = 0
+    for site, a, b in zip(traced.analysis.sites, plain, bins, strict=True):
+        by = int(offsets[site.downstream])
+        np.testing.assert_array_equal(moved(np.asarray(a), by), b)
+        changed += by != 0 and bool(a[1:-1].any())
+    assert changed
+
+
+def random_program(seed):
+    """A loss of random equations with cuts at random places, some in a jit or a remat."""
+    rng = np.random.default_rng(seed)
+    plan = [tuple(rng.integers(0, 2**16, 4)) for _ in range(14)]
+
+    def apply(kind, a, b, w):
+        ops = (
+            lambda: jnp.tanh(a @ w),
+            lambda: a + b,
+            lambda: a * b * 0.5,
+            lambda: jnp.where(a > b, a, b),
+            lambda: jnp.concatenate([a[:, :3], b[:, 3:]], axis=1),
+            lambda: a - jnp.mean(b, axis=0),
+            lambda: jax.nn.silu(a),
+            lambda: jnp.cumsum(a, axis=1) * 0.25,
+        )
+        return ops[kind % len(ops)]()
+
+    def fun(ws, x):
+        pool = [x, x @ ws[0]]
+        for i, (kind, first, second, how) in enumerate(plan):
+            a, b, w = pool[-1 - first % min(4, len(pool))], pool[second % len(pool)], ws[kind % 3]
+
+            def block(a, b, w, i=i, kind=kind, how=how):
+                y = apply(int(kind), a, b, w)
+                return cut(y, f"cut {i}") if how % 3 else y
+
+            wrap = (lambda f: f, jax.jit, jax.checkpoint)[how % 5 % 3]
+            pool.append(wrap(block)(a, b, w))
+        return sum(jnp.mean(y**2) for y in pool[-3:]) + 0.1 * jnp.sum(ws[2] ** 2)
+
+    return fun
+
+
+def test_random_programs_with_random_exponents_are_exact():
+    separated = 0
+    for seed in range(6):
+        fun, ws = random_program(seed), matrices(3)
+        run = layerwise(fun)
+        count = len(run.trace(ws, X).graph.components)
+        separated += count > 2
+        out = run.value_and_grad(STATE, random_offsets(count, seed), ws, X)
+        zero = run.value_and_grad(STATE, jnp.zeros(count, jnp.int32), ws, X)
+        assert_equal_trees(out.grads, zero.grads)
+        # Sums in another order than JAX's, for an argument with several uses.
+        for a, b in zip(zero.grads, jax.grad(fun)(ws, X), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert separated >= 3
+
+
+def test_components_of_a_chain_run_from_the_loss():
+    traced = layerwise(chain).trace(matrices(3), X)
+    assert [c.modules for c in traced.graph.components] == [
+        (),
+        ("layer 2",),
+        ("layer 1",),
+        ("layer 0",),
+    ]
+    cuts = [(c.name, c.downstream, c.upstream) for c in traced.graph.cuts]
+    assert cuts == [("layer 0", 2, 3), ("layer 1", 1, 2), ("layer 2", 0, 1)]
+
+
+def inside_scan(ws, x):
+    def body(h, w):
+        return cut(jnp.tanh(h @ w), "body"), jnp.sum(h)
+
+    h, sums = jax.lax.scan(body, cut(x @ ws[0], "before"), jnp.stack(ws))
+    return jnp.mean(cut(h, "after") ** 2) + jnp.mean(sums)
+
+
+def inside_cond(ws, x):
+    h = cut(jnp.tanh(x @ ws[0]), "before")
+    h = jax.lax.cond(jnp.sum(x) > 0, lambda h: cut(h @ ws[1], "yes"), lambda h: cut(-h, "no"), h)
+    return jnp.mean(cut(h, "after") ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fun", "inside"),
+    [(inside_scan, {"body": "inside scan"}), (inside_cond, {"yes": "inside cond", "no": "cond"})],
+)
+def test_cuts_inside_a_loop_or_a_branch_are_neutral_and_say_so(fun, inside):
+    ws, run = matrices(3), layerwise(fun)
+    traced = run.trace(ws, X)
+    for name, reason in inside.items():
+        assert reason in traced.neutral[name]
+    count = len(traced.graph.components)
+    assert {c.name for c in traced.graph.cuts} <= {"before", "after"}
+    assert traced.graph.cuts
+    grads = jax.grad(fun)(ws, X)
+    for seed in range(3):
+        offsets = random_offsets(count, seed)
+        assert_equal_trees(run.value_and_grad(STATE, offsets, ws, X).grads, grads)
+
+
+def by_hand(ws, x):
+    h = cut(jnp.tanh(x @ ws[0]), "below")
+    h = cut(clipped(h @ ws[1]) * 2, "clipped")
+    return jnp.mean(cut(h @ ws[2], "above") ** 2)
+
+
+def test_a_backward_written_by_hand_is_held_at_the_global_scale():
+    ws, run = matrices(3), layerwise(by_hand)
+    traced = run.trace(ws, X)
+    held = next(c for c in traced.graph.components if c.modules == ("clipped",))
+    assert held.pinned == 0
+    assert "custom_vjp" in traced.neutral["clipped"]
+    assert "custom_vjp" in traced.neutral["below"]
+    offsets = np.array(random_offsets(len(traced.graph.components), 3))
+    offsets[[c.pinned == 0 for c in traced.graph.components]] = 0
+    assert offsets.any()
+    state = gl.init(Static(1.0))  # the clip is not linear in the global scale either
+    out = run.value_and_grad(state, jnp.asarray(offsets), ws, X)
+    assert_equal_trees(out.grads, jax.grad(by_hand)(ws, X))
+    # The reason for it: any other offset there changes the gradient.
+    wrong = offsets + 4 * np.array([c.pinned == 0 for c in traced.graph.components])
+    out = run.value_and_grad(state, jnp.asarray(wrong), ws, X)
+    assert not np.array_equal(out.grads[0], jax.grad(by_hand)(ws, X)[0])
+
+
+def test_a_half_precision_argument_holds_its_component():
+    ws = [w.astype(jnp.float16) for w in matrices(2)]
+    traced = layerwise(chain).trace(ws, X.astype(jnp.float16))
+    assert [c.pinned for c in traced.graph.components] == [None, 0, 0]
+    assert "float16" in traced.neutral["layer 0"]
+
+
+def test_several_arguments_aux_and_what_is_not_differentiated():
+    def fun(w, x, v):
+        h = cut(jnp.tanh(x @ w), "h")
+        return jnp.mean((h @ v) ** 2), {"h": h}
+
+    w, v = matrices(2)
+    run = layerwise(fun, argnums=(-1, 0), has_aux=True)
+    offsets = jnp.array([0, 7], jnp.int32)
+    (loss, aux), grads = jax.value_and_grad(fun, (-1, 0), has_aux=True)(w, X, v)
+    for out in (run.value_and_grad(STATE, offsets, w, X, v), run.probe(STATE, offsets, w, X, v)[0]):
+        assert_equal_trees((out.aux, out.grads), ((loss, aux), grads))
+    assert_equal_trees(run(offsets, w, X, v), (loss, aux))
+
+
+def test_offsets_of_another_graph_are_refused():
+    with pytest.raises(ValueError, match="3 components"):
+        layerwise(chain)(jnp.zeros(5, jnp.int32), matrices(2), X)
+
+
+def test_a_cut_alone_is_the_identity():
+    def f(x):
+        return cut(x * 2, "here")
+
+    assert_equal_trees(jax.jit(jax.vmap(f))(X), X * 2)
+    assert_equal_trees(jax.grad(lambda x: f(x).sum())(X), jnp.full_like(X, 2))
+
+
+def test_exponents_are_counted_by_their_bits():
+    x = jnp.array([1.0, -1.5, 2.0**-24, 0.0, 65504.0, jnp.inf, jnp.nan], jnp.float16)
+    counts = {i: int(n) for i, n in enumerate(count_exponents(x)) if n}
+    assert counts == {0: 1, 103: 1, 127: 2, 142: 1, 255: 2}
+    assert int(count_exponents(jnp.ones(3, jnp.complex64)).sum()) == 6
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+def test_two_devices_add_up_their_histograms(how):
+    ws = matrices(2)
+    run, whole = layerwise(chain, axis_name="d"), layerwise(chain)
+    offsets = jnp.array([0, 3, -5], jnp.int32)
+
+    def probe(state, offsets, ws, x):
+        out, bins = run.probe(state, offsets, ws, x)
+        return out.state, out.grads, bins
+
+    if how == "pmap":
+        mapped = jax.pmap(probe, "d", in_axes=(None, None, None, 0))
+        out = jax.tree.map(lambda x: x[0], mapped(STATE, offsets, ws, X.reshape(2, 2, 8)))
+    else:
+        mesh, one = Mesh(np.array(jax.devices()), ("d",)), PartitionSpec()
+        specs = (one, one, one, PartitionSpec("d"))
+        mapped = jax.shard_map(probe, mesh=mesh, in_specs=specs, out_specs=one)
+        out = jax.jit(mapped)(STATE, offsets, ws, X)
+    state, grads, bins = out
+    expected, alone = whole.probe(STATE, offsets, ws, X)
+    assert state.finite
+    for a, b in zip(grads, expected.grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+    cuts = [i for i, site in enumerate(traced_sites(whole, ws)) if site.upstream is not None]
+    # Half the batch has gradients twice as large: a mean over half as many.
+    for i in cuts:
+        np.testing.assert_array_equal(bins[i], moved(np.asarray(alone[i]), 1))
+
+
+def traced_sites(run, ws):
+    return run.trace(ws, X).analysis.sites
+
+
+# Plans
+
+
+DEPTH = 36
+
+
+def deep_loss(params, x, dtype):
+    """Its gradients shrink by the layer while its activations do not."""
+    for i, (w, b) in enumerate(params):
+        x = cut(jnp.tanh(x @ w.astype(dtype) + b.astype(dtype)), f"layer {i}")
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def deep_params(gain=0.45):
+    rng = np.random.default_rng(0)
+    return [
+        (jnp.asarray(gain * rng.normal(size=(32, 32)) / 32**0.5, jnp.float32),
+         jnp.asarray(0.5 * rng.normal(size=32), jnp.float32))
+        for _ in range(DEPTH)
+    ]  # fmt: skip
+
+
+def flushed(bins, traced):
+    """The share of zeros among the gradients that pass a cut."""
+    rows = [i for i, site in enumerate(traced.analysis.sites) if site.upstream is not None]
+    counts = np.asarray(bins)[rows]
+    assert not counts[:, -1].any()
+    return counts[:, 0].sum() / counts.sum()
+
+
+def test_on_a_deep_net_the_plan_loses_nothing_where_one_scale_must():
+    params = deep_params()
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float16)
+
+    def fun(params, x):
+        return deep_loss(params, x, jnp.float16)
+
+    run = layerwise(fun)
+    traced = run.trace(params, x)
+    assert len(traced.graph.components) == DEPTH + 1
+    probe, step = jax.jit(run.probe), jax.jit(run.value_and_grad)
+    plan = Plan.uniform(traced.graph, 8, "float16")
+    state, offsets = adopt(plan, gl.init(Dynamic(init_scale=2.0**8)))
+
+    best = 1.0
+    for exponent in range(0, 24, 2):  # every global scale that does not overflow
+        uniform = state.replace(scale=jnp.float32(2.0**exponent))
+        out, bins = probe(uniform, offsets * 0, params, x)
+        if out.finite:
+            best = min(best, flushed(bins, traced))
+    assert best > 0.2
+
+    for _ in range(12):
+        out, bins = probe(state, offsets, params, x)
+        plan = traced.plan(bins, state, offsets, last=plan)
+        state, offsets = adopt(plan, out.state)
+        if not plan.probe_again:
+            break
+    assert not plan.probe_again, str(plan)
+    assert plan.active
+    out, bins = probe(state, offsets, params, x)
+    assert out.finite
+    assert flushed(bins, traced) < 1e-3
+    assert step(state, offsets, params, x).finite
+    assert probe._cache_size() == step._cache_size() == 1  # a new plan compiles nothing
+
+    true = jax.grad(lambda p: deep_loss(p, x.astype(jnp.float32), jnp.float32))(params)
+    for (got, _), (want, _) in zip(out.grads[:10], true[:10], strict=True):
+        assert jnp.linalg.norm(want) < 2.0**-24  # out of reach for any global scale
+        error = jnp.linalg.norm((got - want) * 2.0**40) / jnp.linalg.norm(want * 2.0**40)
+        assert error < 0.01
+
+
+def test_one_exponent_serves_a_shallow_net():
+    ws = [w.astype(jnp.float32) for w in matrices(3)]
+
+    def fun(ws, x):
+        return chain([w.astype(jnp.float16) for w in ws], x).astype(jnp.float32)
+
+    run = layerwise(fun)
+    traced = run.trace(ws, X.astype(jnp.float16))
+    plan = Plan.uniform(traced.graph, 4, "float16")
+    state, offsets = adopt(plan, STATE)
+    for _ in range(4):
+        _, bins = run.probe(state, offsets, ws, X.astype(jnp.float16))
+        plan = traced.plan(bins, state, offsets, last=plan)
+        state, offsets = adopt(plan, state)
+    assert plan.one_exponent_serves
+    assert not plan.probe_again
+
+
+# Flax
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(8, name="out")(jax.nn.gelu(linen.Dense(16, name="in")(x)))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(name=f"block_{i}")(x)
+        return linen.Dense(1, name="head")(linen.LayerNorm()(x))
+
+
+def test_linen_modules_are_cut_without_touching_the_model():
+    model = LinenNet()
+    params = model.init(jax.random.key(0), X)
+
+    def fun(params, x):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    run = layerwise(cut_modules(fun, model))
+    traced = run.trace(params, X)
+    names = {name for c in traced.graph.components for name in c.modules}
+    assert {"block_0/in", "block_0/out", "block_0", "LayerNorm_0", "head", "LinenNet"} <= names
+    assert len(traced.graph.components) > 4
+    offsets = random_offsets(len(traced.graph.components), 0)
+    out = run.value_and_grad(STATE, offsets, params, X)
+    assert_equal_trees(out.grads, jax.grad(fun)(params, X))
+    assert "name" not in str(jax.make_jaxpr(fun)(params, X))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+        self.outer = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.outer(jax.nn.gelu(self.inner(x)))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first = NnxBlock(rngs)
+        self.second = NnxBlock(rngs)
+        self.head = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.second(self.first(x)))
+
+
+def test_nnx_modules_are_cut_without_touching_the_model():
+    model = NnxNet(nnx.Rngs(0))
+    graph, params = nnx.split(model)
+
+    def fun(params, x):
+        return jnp.mean(nnx.merge(graph, params)(x) ** 2)
+
+    calls = [cls.__call__ for cls in (NnxNet, NnxBlock, nnx.Linear)]
+    run = layerwise(cut_modules(fun, model))
+    traced = run.trace(params, X)
+    names = {name for c in traced.graph.components for name in c.modules}
+    assert {"first/inner", "first/outer", "first", "second", "head", "NnxNet"} <= names
+    offsets = random_offsets(len(traced.graph.components), 0)
+    out = run.value_and_grad(STATE, offsets, params, X)
+    assert_equal_trees(out.grads, jax.grad(fun)(params, X))
+    assert [cls.__call__ for cls in (NnxNet, NnxBlock, nnx.Linear)] == calls
+
+    def failing(params, x):
+        raise KeyError("in the model")
+
+    with pytest.raises(KeyError, match="in the model"):
+        layerwise(cut_modules(failing, model)).trace(params, X)
+    assert [cls.__call__ for cls in (NnxNet, NnxBlock, nnx.Linear)] == calls
+
+
+def test_cut_modules_wants_a_flax_model():
+    with pytest.raises(ValueError, match="got int"):
+        cut_modules(chain, 3)
