@@ -1,9 +1,9 @@
 """What recording every step costs: gradlift's scaler with ``record_to(path, every=1)`` and without.
 
 Measured as ``turns.py`` says, on the models of ``step_overhead.py``: copies of one GPT take turns
-within one process, and only times of the same round are compared. "plain again" is a second copy without a
-recorder, and shows what the method says about two equal things. A block is longer than a batch of
-records, so that every block pays for its share of copies and writes.
+within one process, and only times of the same round are compared. "plain again" is a second copy
+without a recorder, and shows what the method says about two equal things. A block is longer than
+a batch of records, so that every block pays for its share of copies and writes.
 
     PYTHONPATH=. python3 benchmarks/recording.py
 """
