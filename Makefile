@@ -1,4 +1,4 @@
-# make demo   set everything up, train on digits in fp16 and print the table
+# make demo   set everything up, train on digits in fp16 six ways, print tables, make a report
 # make test   set everything up and run the tests
 # make check  formatting, lint and types
 PYTHON ?= python3
@@ -16,7 +16,7 @@ help:
 	@touch $@
 
 demo: .venv/.ready
-	$(BIN)/python examples/digits.py
+	$(BIN)/gradlift demo
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2

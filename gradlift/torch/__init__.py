@@ -9,7 +9,8 @@ except ImportError as error:
     ) from error
 
 from gradlift.torch.adaptive import AdaptiveGradScaler
+from gradlift.torch.diagnose import diagnose
 from gradlift.torch.masters import MasterWeights
 from gradlift.torch.scaler import GradScaler
 
-__all__ = ["AdaptiveGradScaler", "GradScaler", "MasterWeights"]
+__all__ = ["AdaptiveGradScaler", "GradScaler", "MasterWeights", "diagnose"]

@@ -28,10 +28,12 @@ from gradlift.formats import get
 from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import Plan
 from gradlift.policy import Dynamic
+from gradlift.telemetry import ModuleRecord
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, capturing
+from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.scaler import GradScaler
 
 # Steps between a step and what is made of it.
@@ -142,6 +144,8 @@ class AdaptiveGradScaler(GradScaler):
         self._engine.close()
         self._pending.clear()
 
+    _record_delay = DELAY + 1
+
     # The stages that differ from GradScaler's.
 
     def scale(self, outputs: Any) -> Any:
@@ -236,8 +240,24 @@ class AdaptiveGradScaler(GradScaler):
             scale = cast(Tensor, self._scale)
             # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
             scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
+        if self._recorders:
+            self._tell(arrived, record, survey is not None, shift)
         if (survey or record.overflow) and self._pilot.offsets != self._engine.offsets:
             self._engine.follow(self._pilot.offsets)
+
+    def _tell(self, arrived: _Pending, record: Record, probed: bool, shift: int) -> None:
+        """What the recorders cannot see for themselves: probes, and plans with their reason."""
+        modules = arrived.modules(record.exponent, self._engine) if probed else ()
+        moved = shift or self._pilot.offsets != self._engine.offsets
+        if probed:
+            why = f"a probe of step {record.step}"
+        else:
+            why = "an overflow" if record.overflow else "the trend of the parameter gradients"
+        for recorder in self._recorders:
+            if modules:
+                recorder.probed(self._step_number - record.step, modules)
+            if moved and self.plan is not None:
+                recorder.planned(plan_change(self.plan, why))
 
     def _overflowed(self) -> list[str]:
         """The parameters that held the last overflow, from before a checkpoint if none is newer."""
@@ -343,6 +363,12 @@ class _Pending:
         if self._probe is None or self._probe.empty:
             return None
         return self._probe.survey(exponent)
+
+    def modules(self, exponent: int, engine: Engine) -> tuple[ModuleRecord, ...]:
+        """What a probed step showed of each module; nothing if it comes from a checkpoint."""
+        if self._probe is None or self._probe.empty:
+            return ()
+        return module_records(self._probe, exponent, engine.module_order)
 
     def to_dict(self) -> dict[str, Any]:
         record = self.record()

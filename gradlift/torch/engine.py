@@ -138,6 +138,11 @@ class Engine:
         """Whether module outputs are being looked at."""
         return self._handle is not None
 
+    @property
+    def module_order(self) -> dict[str, int]:
+        """The place of each module's name in the model."""
+        return {name: i for i, name in enumerate(dict.fromkeys(self._names.of_module.values()))}
+
     def close(self) -> None:
         """Stops for good. Graphs that are armed run neutral."""
         self._pins, self._plan, self._probe = {}, {}, None

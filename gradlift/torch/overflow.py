@@ -185,12 +185,29 @@ class OverflowLog:
         kernels.count_nonfinite(table, found_inf, counted[0])
         counted[1].copy_(torch.where(found_inf > 0, updates + 1, counted[1]))
 
+    def held_inf(self, updates: Tensor) -> Tensor | None:
+        """Whether a gradient held an inf in the step under way, 0-d float32 on the device of
+        ``updates`` (0-d int32); None where nothing is counted on a device."""
+        flags = []
+        for buckets in self._watched.values():
+            for bucket in buckets.values():
+                from gradlift.torch.step_kernels import STEP_BIT
+
+                fresh = (updates.to(bucket.device, torch.int64) + 1) << STEP_BIT
+                flags.append((bucket.cells[:, 0] > fresh).any())
+        for counts, when in self._counted.values():
+            flags.append((counts[:, 0] > 0).any() & (when == updates + 1))
+        if not flags:
+            return None
+        return torch.stack([flag.to(updates.device) for flag in flags]).any().float()
+
     def report(self) -> Report:
         """The parameters whose gradients held an inf or a NaN: (name, inf, nan), in order."""
-        from_device = self._from_device() if self._watched or self._counted else ()
-        return from_device or self._last
+        return self.latest()[1] or self._last
 
-    def _from_device(self) -> Report:
+    def latest(self) -> tuple[int, Report]:
+        """The last overflow counted on a device: the number of its update, from 1, and the
+        report; waits for the device. 0 and nothing where there was none."""
         rows: list[tuple[int, int, str, int, int]] = []
         for optimizer, buckets in self._watched.items():
             names = self.names(optimizer)
@@ -205,7 +222,8 @@ class OverflowLog:
                 if inf or nan:
                     rows.append((step, row, names[row], inf, nan))
         latest = max((row[0] for row in rows), default=0)
-        return tuple(row[2:] for row in sorted(rows, key=lambda r: r[1]) if row[0] == latest)
+        found = (row[2:] for row in sorted(rows, key=lambda r: r[1]) if row[0] == latest)
+        return latest, tuple(found)
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """A name for each of the optimizer's parameters, in its order: the model's where a model

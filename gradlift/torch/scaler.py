@@ -30,6 +30,7 @@ from gradlift.torch import (
     settings,
 )
 from gradlift.torch.optim import Phase
+from gradlift.torch.recorder import Recorder, attach
 from gradlift.torch.state import Remembering, fresh_optimizer_state
 from gradlift.torch.update import SKIPPED, has_triton, update_
 
@@ -224,6 +225,7 @@ class GradScaler(Remembering):
         """
         closure, rest, rest_kwargs = closures.split(args, kwargs)
         _check_step_arguments(max_norm, retries, closure)
+        self._max_norm = max_norm
         if not self._enabled:
             return self._step_disabled(optimizer, closure, max_norm, args, kwargs)
         self._known_skip = None
@@ -466,6 +468,8 @@ class GradScaler(Remembering):
         if not self._enabled:
             return
         state, counts = self._device_state("update")
+        for recorder in self._recorders:
+            recorder.note(self)
         if new_scale is None:
             found, bad_loss = self._overflow_counts()
             update_(self._policy, state, counts, found, bad_loss)
@@ -526,6 +530,26 @@ class GradScaler(Remembering):
         """The true gradient's L2 norm before clipping, 0-d float32 on the device, of the latest
         ``step`` with ``max_norm``; None before any."""
         return self._grad_norm
+
+    def record_to(self, path_or_writer: Any, every: int = 1) -> Recorder:
+        """Record every n-th step from now on: scale, skip and its cause, norm, clipping, probes.
+
+        Values leave the device in batches, and nothing waits for them. Several calls record to
+        several places. With several ranks a path is written by rank 0 alone, unless it holds
+        ``{rank}``.
+
+        Args:
+            path_or_writer: a file of JSON lines, continued if it exists; or an object with
+                TensorBoard's ``add_scalar``, or with W&B's ``log(dict)``.
+            every: record each n-th step.
+
+        Returns:
+            The recorder. Its ``close()`` writes what is under way and ends it; so do the end of
+            a ``with`` block over it, of the scaler and of the process.
+        """
+        made = attach(self, path_or_writer, every)
+        self._recorders = (*self._recorders, made)
+        return made
 
     # What follows a step.
 

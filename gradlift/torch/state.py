@@ -29,6 +29,9 @@ from gradlift.torch.update import COUNTS, SKIPPED, UPDATES
 class Remembering(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` less its stages, which ``GradScaler`` adds."""
 
+    # Steps after which all is known of a step that a record of it tells.
+    _record_delay = 0
+
     def __init__(
         self,
         device: str,
@@ -116,6 +119,8 @@ class Remembering(torch.amp.GradScaler):
         self._losses = LossWatch()
         self._checked: tuple[Buckets, Rows] | None = None
         self._readback = Counts()
+        self._max_norm: float | None = None
+        self._recorders: tuple[Any, ...] = ()
         self._clocks: WeakKeyDictionary[Any, SchedulerClock] = WeakKeyDictionary()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

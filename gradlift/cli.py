@@ -1,0 +1,310 @@
+"""The command ``gradlift``: diagnose, report, watch, demo.
+
+Exit codes: 0, done; 1, it could not be done (a file that cannot be read, a function that fails);
+2, the command line is wrong; 130, interrupted. A user's mistake is one line on stderr and no
+traceback. Results go to stdout, everything else to stderr; colours and bars appear on a terminal
+alone, and NO_COLOR is heeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from gradlift import __version__, telemetry
+
+
+class Mistake(Exception):
+    """Something to tell the user in a line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except Mistake as mistake:
+        print(f"gradlift: {mistake}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; without this Python would say so at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="gradlift",
+        description="Loss scaling for low-precision training: see what happens to gradients.",
+        epilog="Each command has its own --help with examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"gradlift {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_diagnose(commands)
+    _add_report(commands)
+    _add_watch(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, help: str, examples: str, run: Callable[[Any], int | None]
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quiet", "-q", action="store_true", help="print the result alone")
+    parser.set_defaults(run=run)
+    return parser
+
+
+# Diagnose.
+
+
+def _add_diagnose(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "diagnose",
+        "show where a model's gradients die, and what each format would lose",
+        "  gradlift diagnose mypackage.train:make\n"
+        "  gradlift diagnose train.py:make --batches 2 --json > diagnosis.json\n\n"
+        "make() returns (model, loss_fn, batches); loss_fn(model, batch) returns the loss.",
+        _diagnose,
+    )
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="what makes model and batches")
+    parser.add_argument("--batches", type=_count, metavar="N", help="look at N batches at most")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="share that may be lost")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--traceback", action="store_true", help="show where your function failed")
+
+
+def _diagnose(arguments: argparse.Namespace) -> None:
+    make = load(arguments.target)
+    try:
+        from gradlift.torch import diagnose
+    except ImportError as error:
+        raise Mistake(str(error)) from None
+    made = _call(make, arguments)
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise Mistake(
+            f"{arguments.target} must return (model, loss_fn, batches), got {_brief(made)}"
+        )
+    model, loss_fn, batches = made
+    if arguments.batches and isinstance(batches, Iterable):
+        batches = islice(batches, arguments.batches)
+    with _status("looking at the gradients", arguments.quiet):
+        found = _call(
+            lambda: diagnose(model, loss_fn, batches, tolerance=arguments.tolerance), arguments
+        )
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
+
+
+def load(target: str) -> Callable[[], Any]:
+    """The function that ``package.module:function`` or ``file.py:function`` names."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise Mistake(f"{target!r} is not of the form package.module:function")
+    path = Path(place)
+    folder, module_name = "", place
+    if place.endswith(".py"):
+        if not path.is_file():
+            raise Mistake(f"there is no file {place}")
+        folder, module_name = str(path.absolute().parent), path.stem
+    # As `python -m` would have it; the installed command has its own folder there instead.
+    sys.path.insert(0, folder or os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise Mistake(f"cannot import {module_name}: {error}") from None
+    except Exception as error:
+        raise Mistake(f"importing {module_name} failed: {_where(error)}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        hint = f"; it has {', '.join(known[:8])}" if known else ""
+        raise Mistake(f"{module_name} has no function {name}{hint}")
+    return function
+
+
+def _call(function: Callable[[], Any], arguments: argparse.Namespace) -> Any:
+    """What the user's code returns; its failure in a line, unless they ask for all of it."""
+    try:
+        return function()
+    except Exception as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        raise Mistake(f"{arguments.target}: {_where(error)}") from None
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _brief(value: object) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+# Report.
+
+
+def _add_report(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "report",
+        "make one page of one or several recorded runs",
+        "  gradlift report run.jsonl\n"
+        "  gradlift report before.jsonl after.jsonl -o compare.html\n"
+        "  gradlift report run.jsonl --format md -o -",
+        _report,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN.jsonl", help="what record_to has written")
+    parser.add_argument("-o", "--output", metavar="FILE", help="report.html and so on; - is stdout")
+    parser.add_argument("--format", choices=("html", "md", "json", "png"), help="html by default")
+    parser.add_argument("--json", action="store_true", help="the same as --format json -o -")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    try:
+        from gradlift import report
+    except ImportError as error:
+        raise Mistake(f"{error}; a report needs pip install 'gradlift[report]'") from None
+    format, output = _format(arguments), arguments.output
+    if arguments.json and output is None:
+        output = "-"
+    with _status("reading", arguments.quiet):
+        runs = [_read(path) for path in arguments.runs]
+        try:
+            page = report.write(runs, format)
+        except ValueError as error:
+            raise Mistake(str(error)) from None
+        except ImportError as error:
+            raise Mistake(f"{error}; a report needs pip install 'gradlift[report]'") from None
+    for run in runs:
+        if run.problems and not arguments.quiet:
+            print(f"{run.name}: {len(run.problems)} lines could not be read, the first is "
+                  f"{run.problems[0]}", file=sys.stderr)  # fmt: skip
+    if output == "-":
+        sys.stdout.buffer.write(page)
+        sys.stdout.flush()
+        return
+    target = Path(output or f"report.{format}")
+    try:
+        target.write_bytes(page)
+    except OSError as error:
+        raise Mistake(f"cannot write {target}: {error.strerror}") from None
+    if not arguments.quiet:
+        print(target)
+
+
+def _format(arguments: argparse.Namespace) -> str:
+    """As asked for, or as the name of the output says."""
+    if arguments.json:
+        return "json"
+    named = Path(arguments.output or "").suffix.lstrip(".")
+    return arguments.format or (named if named in ("md", "json", "png") else "html")
+
+
+def _read(path: str) -> telemetry.Run:
+    try:
+        return telemetry.read(path)
+    except OSError as error:
+        raise Mistake(f"cannot read {path}: {error.strerror}") from None
+
+
+# Watch.
+
+
+def _add_watch(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "watch",
+        "follow a run in another process",
+        "  gradlift watch run.jsonl\n  gradlift watch run.jsonl --once --json",
+        _watch,
+    )
+    parser.add_argument("path", metavar="RUN.jsonl", help="waited for if it is not there yet")
+    parser.add_argument("--once", action="store_true", help="look once and leave")
+    parser.add_argument("--json", action="store_true", help="print the last look as JSON")
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    from gradlift import watch
+
+    console = _console(stderr=arguments.json, quiet=arguments.quiet or arguments.json)
+    if Path(arguments.path).is_dir():
+        raise Mistake(f"{arguments.path} is a folder; name the file that record_to writes")
+    view = watch.watch(arguments.path, console, once=arguments.once)
+    if arguments.json:
+        print(json.dumps(telemetry._jsonable(view.to_dict())))
+
+
+# Demo.
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "demo",
+        "train on digits in fp16 in six ways, and see which of them learn",
+        "  gradlift demo\n  gradlift demo --steps 100 --out /tmp/demo --json",
+        _demo,
+    )
+    parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps of each run")
+    parser.add_argument("--out", metavar="FOLDER", default="gradlift-demo", help="(%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    try:
+        from gradlift import demo
+    except ImportError as error:
+        raise Mistake(f"{error}; the demo needs pip install 'gradlift[demo]'") from None
+    try:
+        Path(arguments.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"cannot make the folder {arguments.out}: {error.strerror}") from None
+    demo.show(Path(arguments.out), arguments.steps, quiet=arguments.quiet, as_json=arguments.json)
+
+
+# What they share.
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return number
+
+
+def _console(stderr: bool = False, quiet: bool = False) -> Any:
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise Mistake(f"{error}; this needs pip install 'gradlift[report]'") from None
+    return Console(stderr=stderr, quiet=quiet)
+
+
+def _status(what: str, quiet: bool) -> Any:
+    """A sign of life on a terminal."""
+    from contextlib import nullcontext
+
+    if quiet or not sys.stderr.isatty():
+        return nullcontext()
+    return _console(stderr=True).status(f"{what} …")

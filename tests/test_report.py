@@ -1,0 +1,277 @@
+"""Reports: right numbers, every name escaped, and a page that a real browser shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from gradlift import charts, report
+from gradlift.diagnosis import shorten
+from gradlift.summary import norm_curve, scale_curve, skip_marks, summarize, thin
+from gradlift.telemetry import ModuleRecord, PlanChange, Problem, Run, StepRecord
+
+HOSTILE = [
+    "<script>alert(document.title='owned')</script>",
+    "<img src=http://evil.example/x onerror=alert(1)>",
+    "\"><b onmouseover='x'>&amp;",
+    "$\\frac{1}{0}$",
+    "```| a | b |\n# heading",
+    "x" * 500,
+    "שכבה.ראשונה",
+    "a\u202eb\u0000c\ud800",
+    "</style></svg></title>]]>",
+]
+
+
+def make_run(name: str, steps: int = 400, names: list[str] | None = None, seed: int = 0) -> Run:
+    rng, scale, skips, records = random.Random(seed), 2.0**8, 0, []
+    names = [f"layers.{i}" for i in range(12)] if names is None else names
+    for step in range(steps):
+        skipped = rng.random() < 0.02
+        skips += skipped
+        scale = scale / 2 if skipped else scale * 2 if step % 40 == 39 else scale
+        modules = ()
+        if step % 100 == 0:
+            modules = tuple(
+                ModuleRecord(
+                    n, 8 + i % 9, 0.6 if step == 0 else 0.1, 0.1, 0.0, *range(-40 + i, -20 + i, 4)
+                )
+                for i, n in enumerate(names)
+            )
+        plan = PlanChange("exponents 8 to 16", ("a probe", names[0]), 2) if step == 200 else None
+        cause = rng.choice(["inf", "nan", "forward"]) if skipped else None
+        norm = math.nan if skipped else math.exp(rng.gauss(0, 1))
+        records.append(
+            StepRecord(step, scale, skipped, cause, norm, 0.5, skips, None, modules, plan)
+        )
+    return Run(name, tuple(records), {"scaler": "AdaptiveGradScaler", "format": "float16"})
+
+
+# The numbers.
+
+
+def test_a_summary_counts_what_the_records_say():
+    run = make_run("one")
+    summary = summarize(run)
+    assert summary.steps == 400
+    assert summary.skipped == sum(r.skipped for r in run.records) > 0
+    assert sum(count for _, count in summary.causes) == summary.skipped
+    assert summary.probes == 4
+    assert [m.name for m in summary.modules] == [f"layers.{i}" for i in range(12)]
+    assert summary.modules[0].lost == pytest.approx(0.5), "0.1 are zeros that were always there"
+    assert summary.modules[0].lost_last == 0
+    assert summary.changes[0][0] == 200
+    assert summary.best_exponent == 15 - 1 - max(m.last.high for m in summary.modules)
+
+
+def test_zeros_of_a_gradient_that_lies_well_within_sight_are_its_own():
+    near, far = (ModuleRecord("m", 8, 0.4, 0.0, 0.0, low, -9, -9, -9, -8) for low in (-32, -20))
+    few = ModuleRecord("m", 8, 0.1, 0.0, 0.0, -32, -9, -9, -9, -8)
+    for last, lost in ((near, 0.3), (far, 0.0)):
+        run = Run("x", (StepRecord(0, 1.0, modules=(few,)), StepRecord(1, 1.0, modules=(last,))))
+        assert summarize(run).modules[0].lost_last == pytest.approx(lost)
+
+
+def test_skips_between_two_records_are_counted():
+    run = Run("x", (StepRecord(0, 8.0), StepRecord(10, 8.0, skips=4)))
+    assert summarize(run).skipped == 4
+
+
+def test_a_run_without_a_record_is_refused_with_the_first_problem():
+    with pytest.raises(ValueError, match=r"x: there is no record to report on \(line 1: not JSON"):
+        summarize(Run("x", (), {}, (Problem(1, "not JSON"),)))
+
+
+def test_thinning_keeps_every_extreme():
+    rng = random.Random(3)
+    curve = [(i, rng.random()) for i in range(100_000)]
+    curve[54_321] = (54_321, 99.0)
+    curve[77_777] = (77_777, -99.0)
+    kept = thin(curve, 2000)
+    assert len(kept) <= 2000
+    assert (54_321, 99.0) in kept
+    assert (77_777, -99.0) in kept
+    assert list(kept) == sorted(kept)
+
+
+def test_a_curve_of_steps_keeps_its_corners_and_nothing_else():
+    curve = [(i, float(i // 1000)) for i in range(5000)]
+    kept = thin(curve, 2000)
+    assert len(kept) == 2 * 5
+    assert kept[0] == (0, 0.0)
+    assert kept[-1] == (4999, 4.0)
+
+
+def test_curves_leave_out_what_is_not_finite():
+    run = make_run("one")
+    assert all(math.isfinite(y) for _, y in norm_curve(run) + scale_curve(run))
+    assert set(skip_marks(run)) <= {"inf", "nan", "forward"}
+    marked = {step for marks in skip_marks(run).values() for step, _ in marks}
+    assert marked == {r.step for r in run.records if r.skipped}
+
+
+# What is written.
+
+
+def test_json_and_markdown_tell_the_same():
+    runs = [make_run("one"), make_run("two", seed=1)]
+    told = json.loads(report.write(runs, "json"))["runs"]
+    assert [t["name"] for t in told] == ["one", "two"]
+    text = report.write(runs, "md").decode()
+    for t in told:
+        assert (
+            f"| {t['name']} | AdaptiveGradScaler | 400 (0 to 399), not ended | {t['skipped']} |"
+            in text
+        )
+
+
+def test_markdown_shows_hostile_names_as_text():
+    text = report.write([make_run("# <b>", names=HOSTILE)], "md").decode()
+    assert "<script" not in text
+    assert "<img" not in text
+    assert not [line for line in text.splitlines() if line.startswith("# h")]
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    columns = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+    assert set(columns) == {10, 8, 4}, "no name opens a column of its own"
+
+
+def test_the_image_is_a_png():
+    assert report.write([make_run("$x^2$ שלום", names=HOSTILE)], "png").startswith(b"\x89PNG")
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="html, md, json or png, got 'pdf'"):
+        report.write([make_run("one")], "pdf")
+
+
+def test_the_page_holds_no_hostile_markup():
+    page = report.write([make_run(HOSTILE[0], names=HOSTILE)]).decode()
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "\u202e" not in page
+    assert page.count("</style>") == page.count("<style") == 3, "the page's and the two drawings'"
+    assert "&lt;script&gt;" in page
+    assert "שכבה" in page
+
+
+def test_the_page_names_no_address():
+    page = report.write([make_run("one")]).decode()
+    named = set(re.findall(r"https?://[^\"'\s<]+", page))
+    assert named <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "default-src 'none'" in page
+
+
+def test_no_id_occurs_twice_in_a_page_of_several_runs():
+    page = report.write([make_run("one"), make_run("two")]).decode()
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_run_without_probes_says_so():
+    run = make_run("one")
+    bare = replace(run, records=tuple(replace(r, modules=(), plan=None) for r in run.records))
+    page = report.write([bare]).decode()
+    assert "No probes were recorded" in page
+    assert 'id="landscape0"' not in page
+
+
+def test_lines_that_could_not_be_read_are_told():
+    run = replace(make_run("one"), problems=tuple(Problem(i, "not JSON") for i in range(1, 31)))
+    page = report.write([run]).decode()
+    assert "Lines that could not be read: 30" in page
+    assert "line 1: not JSON" in page
+    assert "and 10 more" in page
+
+
+def test_a_long_run_of_a_large_model_stays_below_five_megabytes():
+    run = make_run("long", 100_000, [f"model.layers.{i}.attention.projection" for i in range(300)])
+    assert len(report.write([run])) < 5_000_000
+
+
+# In a browser.
+
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a Chromium on the PATH: apt-get install chromium"
+)
+
+
+def browse(page: Path, profile: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Open a page in headless Chromium with the network watched; its console is in stderr."""
+    assert CHROMIUM is not None
+    return subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--disable-background-networking", "--disable-component-update", "--no-first-run",
+            "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr",
+            f"--user-data-dir={profile}", f"--log-net-log={profile}.net.json", *options,
+            page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_bytes(report.write([make_run(HOSTILE[1], names=HOSTILE), make_run("two", seed=1)]))
+    return path
+
+
+@needs_chromium
+def test_a_browser_shows_every_chart_and_asks_for_nothing(page: Path, tmp_path: Path):
+    seen = browse(page, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr, "the console is empty"
+    dom = seen.stdout
+    for chart in ("timeline", "landscape0", "landscape1"):
+        drawn = dom[dom.index(f'<figure id="{chart}"') :]
+        drawn = drawn[: drawn.index("</figure>")]
+        assert drawn.count("<path") > 20, chart
+    assert "owned" not in re.findall(r"<title>(.*?)</title>", dom)[0]
+    for name in HOSTILE[:3]:
+        assert f"<bdi>{name}" not in dom
+    net = json.loads((tmp_path / "profile.net.json").read_text())
+    urls = {e["params"]["url"] for e in net["events"] if "url" in e.get("params", {})}
+    asked = {url for url in urls if url.startswith(("http:", "https:", "ws:", "wss:"))}
+    assert not {url for url in asked if "evil" in url}
+    initiated = {url for url in urls if url.startswith("file:")}
+    assert initiated <= {page.as_uri()}
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_charts_are_drawn_in_the_colours_of_the_scheme(page: Path, tmp_path: Path, scheme: str):
+    from PIL import Image
+
+    shot = tmp_path / "shot.png"
+    wanted = {"dark": 0, "light": 1}[scheme]
+    browse(
+        page, tmp_path / "profile", f"--screenshot={shot}", "--window-size=1180,2600",
+        f"--blink-settings=preferredColorScheme={wanted}",
+    )  # fmt: skip
+    image = Image.open(shot).convert("RGB")
+    counts = {rgb: n for n, rgb in image.getcolors(1 << 24) or ()}
+    colors = charts.DARK if scheme == "dark" else charts.LIGHT
+    for name in ("s0", "s1", "box", "fg"):
+        rgb = tuple(bytes.fromhex(colors[name][1:]))
+        assert counts.get(rgb, 0) > 50, f"{name} is drawn on the {scheme} page"
+    background = image.getpixel((2, 2))
+    assert (sum(background) < 200) == (scheme == "dark")
+
+
+def test_a_name_of_500_characters_is_cut_where_it_is_shown():
+    page = report.write([make_run("one", names=HOSTILE)]).decode()
+    assert "x" * 500 not in page
+    assert shorten("x" * 500, 80) in page

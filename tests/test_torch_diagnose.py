@@ -1,0 +1,302 @@
+"""``diagnose``: it names what dies, agrees with a real fp16 run, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradlift.diagnosis import Gradient, shorten
+from gradlift.formats import round_to
+from gradlift.histogram import Histogram
+from gradlift.torch import diagnose
+from gradlift.torch.probe import count_exponents
+
+
+def tanh_net(depth: int = 30, gain: float = 0.4) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        linear = nn.Linear(64, 64)
+        nn.init.xavier_normal_(linear.weight, gain=gain)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(64, 64))
+
+
+def rows(count: int = 128) -> Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(1))
+
+
+def reproduce(model: nn.Module, batch: Tensor) -> Tensor:
+    """A gradient of its own for each row: labels would give ten."""
+    return F.mse_loss(model(batch).float(), batch)
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x), inplace=True)
+
+
+def resnet() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), *[Block(16) for _ in range(4)],
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+    )  # fmt: skip
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def images(count: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(count, 3, 16, 16, generator=generator)
+    return x, torch.randint(10, (count,), generator=generator)
+
+
+def zeroed_in_a_real_run(model: nn.Module, batch: Tensor, exponent: int) -> dict[str, float]:
+    """Share of each module's output gradient that fp16 autocast flushes, by module."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str):
+        def hook(module, inputs, output):
+            output.register_hook(lambda grad: seen.__setitem__(name, grad.clone()))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(watch(name))
+        for name, module in model.named_modules()
+        if name and not list(module.children())
+    ]
+    reproduce(model, batch).backward()
+    exact = dict(seen)
+    with torch.autocast("cpu", torch.float16):
+        output = model(batch)
+    (F.mse_loss(output.float(), batch) * 2.0**exponent).backward()
+    for handle in handles:
+        handle.remove()
+    assert all(grad.dtype == torch.float16 for grad in seen.values())
+    return {
+        name: float(((seen[name] == 0) & (grad != 0)).sum() / (grad != 0).sum())
+        for name, grad in exact.items()
+    }
+
+
+@pytest.mark.parametrize("gain", [0.4, 0.45])
+def test_the_fp16_column_is_what_a_real_run_flushes(gain: float):
+    model, batch = tanh_net(gain=gain), rows()
+    diagnosis = diagnose(model, reproduce, [batch])
+    real = zeroed_in_a_real_run(model, batch, diagnosis.best_exponent())
+    told = {g.name: diagnosis.one_scale(g) for g in diagnosis.modules}
+    assert told.keys() == real.keys()
+    assert max(real.values()) > 0.3, "otherwise there is nothing to agree on"
+    assert any(0.05 < share < 0.95 for share in real.values())
+    assert max(abs(told[name] - real[name]) for name in real) < 0.01
+
+
+def test_the_layers_that_die_in_a_deep_tanh_net_are_named():
+    diagnosis = diagnose(tanh_net(), reproduce, [rows()])
+    dying = [g.name for g in diagnosis.dying()]
+    assert {"0", "1", "2", "3", "0.weight"} <= set(dying)
+    assert not {"60", "59", "58", "60.weight"} & set(dying)
+    assert diagnosis.one_scale(diagnosis.modules[0]) == 1.0
+    assert diagnosis.own_scale(diagnosis.modules[0]) < 1e-3
+    assert not diagnosis.serves()
+    assert "No single scale serves FP16" in diagnosis.advice
+    assert "0 (100%)" in diagnosis.advice
+    assert "AdaptiveGradScaler" in diagnosis.advice
+
+
+def test_one_scale_serves_a_resnet():
+    diagnosis = diagnose(resnet(), classify, [images()])
+    assert diagnosis.serves()
+    assert "One scale serves FP16" in diagnosis.advice
+    assert f"2^{diagnosis.best_exponent()}" in diagnosis.advice
+    assert not diagnosis.close_outputs
+
+
+def test_the_best_scale_is_the_largest_that_overflows_nowhere():
+    model, batch = resnet(), images()
+    diagnosis = diagnose(model, classify, [batch], headroom=0)
+    exponent = diagnosis.best_exponent()
+    assert all(g.overflowed("float16", exponent) == 0 for g in diagnosis.gradients)
+    assert any(g.overflowed("float16", exponent + 1) > 0 for g in diagnosis.gradients)
+    assert diagnosis.best_exponent("bfloat16") == 0, "float32's range needs no scale"
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1e6, "overflows"), (1.5e4, "comes close to")])
+def test_a_forward_that_overflows_is_named_with_what_helps(factor: float, word: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    with torch.no_grad():
+        model[2].weight.zero_()
+        model[2].bias.fill_(factor)
+    diagnosis = diagnose(model, reproduce, [rows()])
+    assert [o.name for o in diagnosis.close_outputs] == ["2"]
+    assert diagnosis.close_outputs[0].overflows == (factor > 65504)
+    assert f"{word} FP16's maximum" in diagnosis.advice
+    assert "No loss scale can help" in diagnosis.advice
+    assert "2 (up to" in diagnosis.advice
+
+
+def test_a_forward_that_is_not_finite_is_named_too():
+    class Spoiled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / torch.zeros(())
+
+    model = nn.Sequential(nn.Linear(64, 64), Spoiled(), nn.Tanh())
+    diagnosis = diagnose(model, reproduce, [rows()])
+    assert diagnosis.close_outputs[0].name == "1"
+    assert "in float32 already" in diagnosis.advice
+
+
+def test_nothing_is_left_on_the_model():
+    model = nn.Sequential(resnet(), nn.Dropout(0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    grads = [p.grad for p in model.parameters()]
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(m)) for name, m in model.named_modules()}
+    hooks = [(len(m._forward_hooks), len(m._backward_hooks)) for m in model.modules()]
+    generator = torch.get_rng_state()
+    diagnose(model, classify, [images(), images(4)])
+    assert torch.equal(torch.get_rng_state(), generator)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert all(bool((g == 3.0).all()) for g in grads)
+    assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
+    assert [(len(m._forward_hooks), len(m._backward_hooks)) for m in model.modules()] == hooks
+    assert all(m.training for m in model.modules())
+
+
+def test_nothing_is_left_when_the_loss_fails():
+    model = resnet()
+    before = copy.deepcopy(model.state_dict())
+
+    def fails(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        model(batch[0])
+        raise RuntimeError("the user's own")
+
+    with pytest.raises(RuntimeError, match="the user's own"):
+        diagnose(model, fails, [images()])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    from torch.nn.modules import module
+
+    assert not module._global_forward_hooks
+
+
+def test_batches_add_up_and_come_from_any_iterable():
+    model = tanh_net(3, gain=1.0)
+    one = diagnose(model, reproduce, [rows(16)])
+    two = diagnose(model, reproduce, (rows(16) for _ in range(2)))
+    assert two.batches == 2
+    assert two.modules[0].histogram.nonzero == 2 * one.modules[0].histogram.nonzero
+
+
+def test_containers_and_shared_modules_are_counted_once():
+    inner = nn.Linear(64, 64)
+    model = nn.Sequential(nn.Sequential(inner, nn.Tanh()), inner)
+    diagnosis = diagnose(model, reproduce, [rows(4)])
+    assert [g.name for g in diagnosis.modules] == ["0.0", "0.1"]
+    assert diagnosis.modules[0].histogram.nonzero == 2 * 4 * 64
+
+
+def test_the_result_is_frozen_prints_a_table_and_is_plain_json():
+    diagnosis = diagnose(tanh_net(4), reproduce, [rows(8)])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        diagnosis.batches = 3
+    text = str(diagnosis)
+    for word in ("FP16", "BF16", "E5M2", "E4M3", "log2 |g|", "best single scale"):
+        assert word in text
+    table = text.split("\n\n")[0].splitlines()[1:]
+    assert len({len(line) for line in table}) == 1, "every line is as wide as the others"
+    assert json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["batches"] == 1
+
+
+def test_a_compiled_model_is_seen_inside():
+    model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
+    assert [g.name for g in diagnose(model, reproduce, [rows(4)]).modules] == ["0", "1", "2"]
+
+
+def test_autocast_around_it_changes_nothing():
+    model = tanh_net(3)
+    plain = diagnose(model, reproduce, [rows(4)])
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        assert diagnose(model, reproduce, [rows(4)]) == plain
+
+
+def under_autocast(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        return reproduce(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "batches", "message"),
+    [
+        (3, reproduce, [rows(2)], "model must be an nn.Module, got int"),
+        (tanh_net(1), reproduce, [], "batches is empty"),
+        (tanh_net(1), reproduce, 7, "batches must be an iterable"),
+        (tanh_net(1).half(), reproduce, [rows(2)], r"'0.weight' is torch.float16.*float\(\)"),
+        (tanh_net(1), under_autocast, [rows(2)], "output of '0' in torch.float16.*leave autocast"),
+        (tanh_net(1), lambda m, b: m(b), [rows(2)], "must return a tensor with one element"),
+        (tanh_net(1), lambda m, b: 1.0, [rows(2)], "must return a tensor with one element"),
+        (nn.Tanh(), reproduce, [rows(2)], "no parameter that needs a gradient"),
+    ],
+)
+def test_mistakes_are_told(model, loss_fn, batches, message):
+    with pytest.raises(ValueError, match=message):
+        diagnose(model, loss_fn, batches)
+
+
+@pytest.mark.parametrize("setting", [{"tolerance": 1.0}, {"tolerance": -1}, {"headroom": 1.5}])
+def test_settings_out_of_range_are_refused(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        diagnose(tanh_net(1), reproduce, [rows(2)], **setting)
+
+
+@pytest.mark.parametrize("format", ["float16", "float8_e5m2", "float8_e4m3fn"])
+def test_counting_agrees_with_rounding(format: str):
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(3)).exp() ** 4 * 1e-4
+    counts = torch.zeros(256, dtype=torch.int64)
+    count_exponents(values, counts)
+    gradient = Gradient("g", Histogram.from_bins(counts.tolist(), 0, "float32"))
+    for exponent in (-8, 0, 4, 10):
+        stored = round_to(values * 2.0**exponent, format, saturate=False)
+        assert gradient.flushed(format, exponent) == float((stored == 0).float().mean())
+        # Counting takes the largest octave for fitting; the format's last part of it does not.
+        over = float((~stored.isfinite()).float().mean())
+        assert gradient.overflowed(format, exponent) <= over
+    assert 0 < gradient.flushed(format, -8) < 1
+
+
+def test_a_model_without_any_gradient_has_nothing_to_scale():
+    model = nn.Linear(64, 64)
+    diagnosis = diagnose(model, lambda m, b: m(b).sum() * 0.0, [rows(2)])
+    assert "nothing to scale" in diagnosis.advice
+    assert "all zero" in str(diagnosis)
+
+
+def test_names_are_shortened_to_one_line():
+    assert shorten("a" * 500, 11) == "aaaaa…aaaaa"
+    assert "\n" not in shorten("a\nb")
+    assert "\u202e" not in shorten("a\u202eb"), "a character that turns the line around"
+    assert math.isclose(len(shorten("x" * 36)), 36)
