@@ -103,7 +103,7 @@ def test_a_static_scale_stays():
 def compare_kernel(device):
     from gradlift.torch import step_kernels
 
-    launch = step_kernels.Launch(step_kernels.rule, 1, 1, ())
+    launch = step_kernels.Launch(step_kernels.rule, torch.device(device), 1, 1, ())
 
     def kernel(policy, state, counts, found, bad):
         numbers = module._numbers(policy, state.scale.device)

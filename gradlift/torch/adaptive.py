@@ -169,7 +169,8 @@ class AdaptiveGradScaler(GradScaler):
         with torch.no_grad():
             self._checked = grads.collect_rows(optimizer, allow_fp16)
             self._note_largest(self._checked[0])
-            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
+            unscales = inv_scale is not self._one
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
 
     _wants_amax = True
 

@@ -74,6 +74,9 @@ def step(
         first = [evaluate()]
     except _Overflow:
         return None
+    except BaseException:
+        scaler._per_optimizer_states.pop(id(optimizer), None)  # as if nothing had been tried
+        raise
 
     before = _fingerprint(optimizer)
 
@@ -92,6 +95,9 @@ def step(
         assert snapshot is not None, "a single-evaluation optimizer evaluated twice"
         snapshot.restore(optimizer)
         return None
+    except BaseException:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+        raise
 
 
 def _evaluate(
@@ -102,8 +108,12 @@ def _evaluate(
 ) -> tuple[Any, bool]:
     """The closure's loss, its gradients unscaled and clipped; and whether they overflowed."""
     scaler._losses.seen = False
-    with torch.enable_grad():
-        loss = closure()
+    scaler._losses.in_closure = True
+    try:
+        with torch.enable_grad():
+            loss = closure()
+    finally:
+        scaler._losses.in_closure = False
     if not scaler._losses.seen:
         raise RuntimeError(
             "the closure given to step() must call scaler.scale(loss).backward(), so that its "
@@ -126,9 +136,10 @@ def _evaluate(
 
 
 def _lower(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Back off now; False where a lower scale cannot be had or would not help."""
+    """Back off now; False where a lower scale cannot be had, would not help, or would put other
+    gradients wrong that were made at this one."""
     bad_loss = scaler._per_optimizer_states[id(optimizer)]["bad_loss"]
-    if bad_loss is not None and bool(bad_loss):
+    if scaler._losses.outside or (bad_loss is not None and bool(bad_loss)):
         return False
     scale = scaler.get_scale()
     lowered = max(scale * scaler.policy.backoff_factor, scaler.policy.min_scale)

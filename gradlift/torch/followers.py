@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from gradlift.torch.readback import InFlight, capturing
 
@@ -33,7 +34,11 @@ class SchedulerClock:
         """``skipped``: whether the step just made was, as far as the host knows; else its 0-d
         bool flag on its device."""
         if isinstance(skipped, bool) or skipped.device.type == "cpu":
-            return not bool(skipped)
+            if not self._pending:
+                return not bool(skipped)
+            # Owed from before, on a device: pay in turn.
+            self._pending.append(bool(skipped))
+            return not _value(self._pending.popleft())
         if capturing(skipped.device):
             raise RuntimeError(
                 "step_scheduler() reads back whether a step was skipped and cannot be captured "
@@ -61,17 +66,22 @@ def average_(averages: Source, source: Source, decay: float, skipped: Tensor) ->
         decay: from 0 to 1.
         skipped: 0-d bool on any device, read there and not on the host.
     """
+    if isinstance(averages, AveragedModel):
+        averages = averages.module
+    pairs = list(zip(_tensors(averages), _tensors(source), strict=True))
+    buffers: list[tuple[Tensor, Tensor]] = []
+    if isinstance(averages, torch.nn.Module) and isinstance(source, torch.nn.Module):
+        buffers = list(zip(averages.buffers(), source.buffers(), strict=True))
     weights: dict[torch.device, Tensor] = {}
-    for average, value in zip(_tensors(averages), _tensors(source), strict=True):
+    for average, value in pairs:
         if average.device not in weights:
             moved = skipped.to(average.device, non_blocking=True)
             weights[average.device] = torch.where(moved, 0.0, 1.0 - decay)
         weight = weights[average.device].to(average.dtype)
         average.lerp_(value.detach().to(average.dtype), weight)
-    if isinstance(averages, torch.nn.Module) and isinstance(source, torch.nn.Module):
-        for kept, buffer in zip(averages.buffers(), source.buffers(), strict=True):
-            moved = skipped.to(kept.device, non_blocking=True)
-            kept.copy_(torch.where(moved, kept, buffer))
+    for kept, buffer in buffers:
+        moved = skipped.to(kept.device, non_blocking=True)
+        kept.copy_(torch.where(moved, kept, buffer))
 
 
 def _tensors(source: Source) -> list[Tensor]:

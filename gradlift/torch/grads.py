@@ -83,6 +83,8 @@ def _dense_and_real(param: Tensor, grad: Tensor, allow_fp16: bool, coalesce: boo
             grad = param.grad = _coalesced(grad)
         grad = grad._values()
     grad = local(grad)
+    if grad.is_conj():
+        grad = param.grad = grad.resolve_conj()
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
@@ -109,13 +111,17 @@ def _coalesced(grad: Tensor) -> Tensor:
     return grad.coalesce()
 
 
-def unscale_and_check_(buckets: Buckets, inv_scale: Tensor, found_inf: Tensor) -> dict:
+def unscale_and_check_(
+    buckets: Buckets, inv_scale: Tensor, found_inf: Tensor, recheck: bool = False
+) -> dict:
     """Multiply every gradient by ``inv_scale`` in place; note whether any is not finite.
 
     Args:
         buckets: from ``collect``.
         inv_scale: 0-d float32, on any device.
         found_inf: 0-d float32, the flag to start from, on any device.
+        recheck: look at float16 gradients after the multiplication too: with a scale below 1 it
+            makes them larger.
 
     Returns:
         For each device of the gradients its own 0-d float32 flag, 1.0 where an inf or a NaN was
@@ -123,12 +129,14 @@ def unscale_and_check_(buckets: Buckets, inv_scale: Tensor, found_inf: Tensor) -
     """
     flags: dict[torch.device, Tensor] = {}
     inverses: dict[torch.device, Tensor] = {}
-    for (device, _), grads in buckets.items():
+    for (device, dtype), grads in buckets.items():
         if device not in flags:
             # A copy each: the caller's flag, and the flag of another device, stay as they are.
             flags[device] = found_inf.to(device, non_blocking=True, copy=True)
             inverses[device] = inv_scale.to(device, non_blocking=True)
         _scale_and_flag_(grads, flags[device], inverses[device])
+        if recheck and dtype is torch.float16:
+            _scale_and_flag_(grads, flags[device], torch.ones_like(inverses[device]))
     return flags
 
 

@@ -24,12 +24,17 @@ class LossWatch:
         self._flag: Tensor | None = None
         self._unseen: Tensor | None = None
         self._taken = False
+        self.in_closure = False
+        self.outside = False
+        """Whether a loss was scaled outside a closure since the last update: its gradients carry
+        the scale of then, and nothing may change it."""
         self.seen = False
         """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
 
     def see(self, output: Tensor, device: torch.device, process_group: Any) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
         self.seen = True
+        self.outside = self.outside or not self.in_closure
         if self._taken:
             self.reset()
         if not _applies(process_group) or not output.is_floating_point():

@@ -25,6 +25,8 @@ Report = tuple[tuple[str, int, int], ...]
 _PROGRAMS = 512
 # The driver takes a copy this small from ordinary memory into its command buffer, without waiting.
 _SMALL = 4096
+# Sets of gradients to remember for an optimizer whose parameters come and go.
+_KEPT = 16
 
 
 class _Watched:
@@ -49,13 +51,26 @@ class _Watched:
         self._captured: list[tuple[Tensor, Tensor]] = []
         # Pinned memory cannot be had during a capture, so some is kept ready.
         self._spares = [torch.empty(len(grads), dtype=torch.int64).pin_memory() for _ in range(4)]
-        grid = max(1, min(self.chunks, _PROGRAMS))
-        self.launches = {
-            loss: step_kernels.Launch(
-                step_kernels.judge, grid, 4, (loss, step_kernels.DTYPES[dtype], chunk)
-            )
-            for loss in (True, False)
-        }
+        self._dtype = dtype
+        self._launches: dict[torch.dtype | None, Any] = {}
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph reads and writes what is held here."""
+        return bool(self._captured)
+
+    def launch(self, loss: Tensor | None) -> Any:
+        """The judge for a loss of this dtype, or for none."""
+        dtype = None if loss is None else loss.dtype
+        found = self._launches.get(dtype)
+        if found is None:
+            from gradlift.torch import step_kernels
+
+            constants = loss is not None, step_kernels.DTYPES[self._dtype], step_kernels.CHUNK
+            grid = max(1, min(self.chunks, _PROGRAMS))
+            found = step_kernels.Launch(step_kernels.judge, self.device, grid, 4, constants)
+            self._launches[dtype] = found
+        return found
 
     def _send(self, host: Tensor) -> Tensor:
         return host.pin_memory().to(self.device, non_blocking=True)
@@ -98,7 +113,7 @@ class OverflowLog:
         self._counted: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._watched: weakref.WeakKeyDictionary[Any, dict[Key, _Watched]] = (
+        self._watched: weakref.WeakKeyDictionary[Any, dict[Any, _Watched]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -139,20 +154,15 @@ class OverflowLog:
         bad_loss, complete = None, True
         for key, grads in buckets.items():
             device = key[0]
-            bucket = watched.get(key)
-            if bucket is None or bucket.rows != rows[key]:
-                if device.type != "cuda" or capturing(device):
-                    complete = False
-                    continue
-                bucket = watched[key] = _Watched(key, rows[key], grads)
-            addresses = bucket.addresses(grads)
-            if addresses is None:
+            bucket = self._bucket(watched, key, rows[key], grads)
+            addresses = None if bucket is None else bucket.addresses(grads)
+            if bucket is None or addresses is None:
                 complete = False
                 continue
             flag = found_inf[device]
             looks = loss is not None and bad_loss is None and loss.device == device
             bad = torch.empty_like(flag) if looks else flag
-            bucket.launches[looks](
+            bucket.launch(loss if looks else None)(
                 bucket.entries,
                 addresses,
                 bucket.numels,
@@ -166,6 +176,23 @@ class OverflowLog:
             if looks:
                 bad_loss = bad
         return complete, bad_loss
+
+    @staticmethod
+    def _bucket(
+        watched: dict[Any, _Watched], key: Key, rows: list[int], grads: list[Tensor]
+    ) -> _Watched | None:
+        """What watches just these gradients; None where that cannot be made now."""
+        # Sizes too: the values of a sparse gradient are as many as the batch has rows.
+        identity = key, tuple(rows), tuple([grad.numel() for grad in grads])
+        bucket = watched.get(identity)
+        if bucket is None:
+            if key[0].type != "cuda" or capturing(key[0]):
+                return None
+            free = [k for k, kept in watched.items() if not kept.captured]
+            if len(free) >= _KEPT:
+                del watched[free[0]]
+            bucket = watched[identity] = _Watched(key, rows, grads)
+        return bucket
 
     def count(
         self, optimizer: torch.optim.Optimizer, table: GradTable, found_inf: Tensor, updates: Tensor

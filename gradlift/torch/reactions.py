@@ -51,7 +51,8 @@ class Reactions:
             self._say_once("bad loss", BAD_LOSS_ADVICE)
         if counts[FLOOR] > seen[FLOOR]:
             self._to_floor(scaler)
-        if self._limit is not None and counts[CONSECUTIVE] >= self._limit:
+        more = counts[CONSECUTIVE] > seen[CONSECUTIVE]
+        if self._limit is not None and more and counts[CONSECUTIVE] >= self._limit:
             raise FloatingPointError(
                 f"gradlift: {counts[CONSECUTIVE]} steps in a row were skipped "
                 f"(max_consecutive_skips={self._limit}), the scale is {scaler.get_scale():g}. "

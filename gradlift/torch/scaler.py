@@ -32,7 +32,7 @@ from gradlift.torch import (
 from gradlift.torch.optim import Phase
 from gradlift.torch.recorder import Recorder, attach
 from gradlift.torch.state import Remembering, fresh_optimizer_state
-from gradlift.torch.update import SKIPPED, has_triton, update_
+from gradlift.torch.update import CONSECUTIVE, SKIPPED, UPDATES, has_triton, update_
 
 
 class GradScaler(Remembering):
@@ -144,7 +144,8 @@ class GradScaler(Remembering):
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
             self._checked = grads.collect_rows(optimizer, allow_fp16)
-            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf)
+            unscales = inv_scale is not self._one
+            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note infs and NaNs.
@@ -179,6 +180,7 @@ class GradScaler(Remembering):
         flags = self._unscale_grads_(optimizer, inv_scale, start, allow_fp16)
         if flags and not torch.compiler.is_compiling():
             looked = self._attribute(optimizer, state, flags, unseen)
+            self._checked = None  # or the gradients would outlive zero_grad()
             bad_loss = looked if looked is not None else bad_loss
             if unseen is not None and looked is None:
                 bad_loss = cast(Tensor, self._losses.look())
@@ -249,6 +251,8 @@ class GradScaler(Remembering):
         else:
             result = self._step_plain(optimizer, max_norm, args, kwargs)
         state["stage"] = OptState.STEPPED
+        if not torch.compiler.is_compiling():
+            self._skips[optimizer] = self._last_found, self._known_skip
         return result
 
     def _step_plain(
@@ -278,15 +282,22 @@ class GradScaler(Remembering):
             self._after_skip(optimizer)
             return None
         if "clip" in optimizer_state:
-            grads.multiply_(grads.collect(optimizer, True), optimizer_state["clip"])
+            grads.multiply_(grads.collect(optimizer, True), optimizer_state.pop("clip"))
         return optimizer.step(*args, **kwargs)
 
     def _step_fused(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, args: tuple, kwargs: dict
     ) -> Any:
-        if not torch.compiler.is_compiling() and fused.wants_scaler(optimizer):
-            return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         state = self._per_optimizer_states[id(optimizer)]
+        if not torch.compiler.is_compiling() and fused.wants_scaler(optimizer):
+            if max_norm is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
+                    "call unscale_() and clip_grad_norm_() before step()"
+                )
+            result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            self._last_found = self._found(state)
+            return result
         grad_scale = None
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
@@ -322,19 +333,23 @@ class GradScaler(Remembering):
         state = self._per_optimizer_states[id(optimizer)]
         state["stepping"] = True
         scale = cast(Tensor, self._scale)
-        if state["stage"] is OptState.UNSCALED:
-            scale, found = self._one, self._found(state)
+        unscaled = state["stage"] is OptState.UNSCALED
+        if unscaled:
+            scale, found = self._one, self._found(state).clone()
         else:
             bad_loss, unseen = self._losses.take()
             if unseen is not None:
                 bad_loss = self._losses.look()
             state["bad_loss"] = bad_loss
             found = (self._zero if bad_loss is None else bad_loss).clone()
-        measured = phase.measure(scale, found, amax=self._wants_amax)
+        # After unscale_ the ranks have agreed already: what one of them finds now it must not
+        # act on alone.
+        agreed = unscaled and self._process_group is not None
+        measured = phase.measure(scale, found.clone() if agreed else found, amax=self._wants_amax)
         if measured.amax is not None and state["stage"] is OptState.READY:
             self._note_amax(measured.amax)
         norm = measured.norm
-        if self._process_group is not None:
+        if self._process_group is not None and not agreed:
             found, state["bad_loss"] = distributed.agree(
                 found, state["bad_loss"], self._process_group
             )
@@ -475,9 +490,13 @@ class GradScaler(Remembering):
             update_(self._policy, state, counts, found, bad_loss)
         else:
             self._set_scale(state.scale, new_scale)
-            counts[SKIPPED] += self._overflow_counts(required=False)[0].int()
+            found = self._overflow_counts(required=False)[0].int()
+            counts[SKIPPED] += found
+            counts[CONSECUTIVE] = torch.where(found > 0, counts[CONSECUTIVE] + 1, 0)
+            counts[UPDATES] += 1
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
         self._losses.reset()
+        self._losses.outside = False
         if not torch.compiler.is_compiling():
             self._reactions.to(self._readback.tick(counts), self)
 
@@ -565,9 +584,17 @@ class GradScaler(Remembering):
             place = len(self._clocks)
             saved = self._loaded_clocks[place] if place < len(self._loaded_clocks) else []
             clock = self._clocks[scheduler] = followers.SchedulerClock(saved)
-        skipped = self.last_step_skipped if self._known_skip is None else self._known_skip
-        if not self._enabled or clock.advances(skipped):
+        if not self._enabled or clock.advances(self._skip_of(scheduler)):
             scheduler.step(*args)
+
+    def _skip_of(self, scheduler: Any) -> Tensor | bool:
+        """Whether the last step of the scheduler's optimizer was skipped, else the latest's."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        latest = self._last_found, self._known_skip
+        found, known = latest if optimizer is None else self._skips.get(optimizer, latest)
+        if known is not None:
+            return known
+        return self.last_step_skipped if found is None else found > 0
 
     def update_ema(
         self,

@@ -60,11 +60,12 @@ class Remembering(torch.amp.GradScaler):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped up to the last ``update()``; waits for the device."""
-        if self._counts is None:
-            return self._init_skipped_steps
-        counts = self._counts.tolist()
-        self._reactions.to(counts, self)
-        return counts[SKIPPED]
+        if self._counts is not None:
+            self._reactions.to(self._counts.tolist(), self)
+        return self._count_skipped()
+
+    def _count_skipped(self) -> int:
+        return self._init_skipped_steps if self._counts is None else int(self._counts[SKIPPED])
 
     def overflow_report(self) -> Report:
         """``(name, inf, nan)`` for each gradient that held an inf or a NaN in the last overflow,
@@ -113,6 +114,7 @@ class Remembering(torch.amp.GradScaler):
         self._last_found: Tensor | None = None
         # Whether the last step was skipped, where the host had to find out anyway.
         self._known_skip: bool | None = None
+        self._skips: WeakKeyDictionary[Any, tuple[Tensor | None, bool | None]] = WeakKeyDictionary()
         self._grad_norm: Tensor | None = None
         self.slow_step_reason: str | None = None
         """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
@@ -168,8 +170,11 @@ class Remembering(torch.amp.GradScaler):
             "hysteresis_tracker": (
                 self._init_hysteresis_tracker if tracker is None else int(tracker.item())
             ),
-            "skipped_steps": self.skipped_steps,
-            "scheduler_flags": [clock.pending() for clock in self._clocks.values()],
+            "skipped_steps": self._count_skipped(),
+            "scheduler_flags": [
+                *(clock.pending() for clock in self._clocks.values()),
+                *self._loaded_clocks[len(self._clocks) :],
+            ],
         }
         return checkpoint.write(self._policy, self.get_scale(), self._get_growth_tracker(), own)
 

@@ -37,7 +37,10 @@ _STEP = tl.constexpr(1 << STEP_BIT)
 class Launch:
     """One program with its grid and trailing constants, launched with as little as possible."""
 
-    def __init__(self, program: Any, grid: int, warps: int, constants: tuple[Any, ...]) -> None:
+    def __init__(
+        self, program: Any, device: torch.device, grid: int, warps: int, constants: tuple[Any, ...]
+    ) -> None:
+        self._device = device
         self._launch = program[(grid,)]
         self._grid = (grid, 1, 1)
         self._warps = warps
@@ -45,12 +48,20 @@ class Launch:
         self._compiled: Any = None
 
     def __call__(self, *arguments: Any) -> None:
+        # A launch goes to the current device and its stream, whatever the pointers are.
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                self._run(*arguments)
+        else:
+            self._run(*arguments)
+
+    def _run(self, *arguments: Any) -> None:
         if self._compiled is not None:
             self._compiled(*arguments, *self._constants)
             return
         compiled = self._launch(*arguments, *self._constants, num_warps=self._warps)
         # Under the interpreter there is nothing compiled to keep. What was compiled for these
-        # arguments serves all later ones: the same dtypes, from the same allocator.
+        # arguments serves all later ones: the same device and dtypes, from the same allocator.
         if hasattr(compiled, "__getitem__"):
             self._compiled = compiled[self._grid]
 

@@ -44,7 +44,7 @@ def update_(
     elif device.type == "cpu":
         _update_in_python_(policy, state, counts, found_inf, bad_loss)
     elif device.type in ("cuda", "xpu") and has_triton():
-        _launch()(*state, counts, found_inf, bad_loss, _numbers(policy, device))
+        _launch(device)(*state, counts, found_inf, bad_loss, _numbers(policy, device))
     else:
         _update_with_where_(policy, state, counts, found_inf, bad_loss)
 
@@ -117,8 +117,8 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.lru_cache(maxsize=1)
-def _launch() -> Any:
+@functools.cache
+def _launch(device: torch.device) -> Any:
     from gradlift.torch import step_kernels
 
-    return step_kernels.Launch(step_kernels.rule, 1, 1, ())
+    return step_kernels.Launch(step_kernels.rule, device, 1, 1, ())
