@@ -57,6 +57,7 @@ def main(steps: int = 20) -> None:
         print(f"scales {[scale for scale, _, _ in everyone]}")
         print(f"skipped {[skipped for _, skipped, _ in everyone]}")
         print(f"weights agree: {same}")
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 

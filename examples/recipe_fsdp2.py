@@ -56,6 +56,7 @@ def main(steps: int = 20) -> None:
         print(f"scales {[scale for scale, _ in everyone]}")
         print(f"skipped {[skipped for _, skipped in everyone]}")
         print(f"weights finite: {finite}")
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 

@@ -90,6 +90,7 @@ def main(steps: int = 40) -> None:
     if dist.get_rank() == 0:
         print(f"reward {rewards[0]:.2f} -> {sum(rewards[-5:]) / 5:.2f}")
         print(f"skipped {scaler.skipped_steps} of {steps} steps, scale {scaler.get_scale():g}")
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 

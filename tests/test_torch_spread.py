@@ -1,5 +1,6 @@
 """What a rank must not decide alone: clipping by the norm of its own shard."""
 
+import os
 import sys
 import warnings
 
@@ -33,7 +34,9 @@ def one_rank(rank, path):
         with pytest.raises(ValueError, match="spread over ranks"):
             scaler.step(optimizer, max_norm=1.0)
         assert torch.equal(weight.to_local(), before)
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # torch's gloo threads abort now and then when a process exits by itself
 
 
 def test_max_norm_refuses_shards(tmp_path):

@@ -34,7 +34,7 @@ class LossWatch:
     def see(self, output: Tensor, device: torch.device, process_group: Any) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
         self.seen = True
-        self.outside = self.outside or not self.in_closure
+        self.outside = self.outside or (output.requires_grad and not self.in_closure)
         if self._taken:
             self.reset()
         if not _applies(process_group) or not output.is_floating_point():
