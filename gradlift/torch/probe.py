@@ -10,12 +10,18 @@ Several graphs may be armed during one probe (micro-batches, two networks that t
 each other). Their components are joined by the keys they share, so that one plan fits all.
 
 A row holds one gradient at one offset: what was stored at different exponents cannot be added.
+
+A leaf's gradient bounds its component's exponent from above where it is computed in half
+precision; what is computed in float32, as a norm's weight under autocast, has room for any. A
+float16 leaf (``model.half()``) stores its gradient at the global scale, whatever its component
+runs at. All of these together are one more component of the planner's graph, held at the loss's
+exponent, so that the exponent chosen there keeps them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +38,8 @@ _CHUNK = 2**24
 
 _FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
+HALF_LEAVES = "float16 parameters"
+
 
 @dataclass
 class Row:
@@ -46,6 +54,8 @@ class Row:
     """Number of the component it goes to; None for a leaf's gradient."""
     format: str | None = None
     """The format it was stored in, once seen."""
+    half_leaf: bool = False
+    """A leaf's gradient that is stored in float16, at the global scale."""
 
 
 class Probe:
@@ -60,6 +70,7 @@ class Probe:
         self._loss = self._sets.add()
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
+        self._wide: dict[str, bool] = {}
         self._formats: dict[int, set[str]] = {}
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
 
@@ -82,8 +93,18 @@ class Probe:
             key = parameters.get(id(edge.leaf), f"leaf {number}")
             row = self._row(key, offsets[edge.component], components[edge.component], None)
             leaf_return(edge.node).rows[edge.position] = row
+            half = self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
+            computed_wide = not half and formats_of(edge.node) == {"float32"}
+            self._wide[key] = computed_wide and self._wide.get(key, True)
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
             self._formats.setdefault(components[component], set()).update(formats_of(node))
+
+    @property
+    def wide(self) -> frozenset[str]:
+        """The leaves whose gradients are computed in float32, for every use; none if all are."""
+        if all(self._wide.values()):
+            return frozenset()
+        return frozenset(key for key, wide in self._wide.items() if wide)
 
     def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
         numbers = {0: self._loss}
@@ -142,8 +163,11 @@ class Probe:
                 seen.setdefault(component, []).append(found)
         histograms = {component: Histogram.merge(parts) for component, parts in seen.items()}
         for row, found in leaves:
-            self._bound_by_parameter(histograms, self._sets.find(row.downstream), found)
-        return self._survey(histograms)
+            if found.nonfinite or not self._wide[row.key]:
+                self._bound_by_parameter(histograms, self._sets.find(row.downstream), found)
+        return self._with_half_leaves(
+            self._survey(histograms), [found for row, found in leaves if row.half_leaf]
+        )
 
     def tensors(self, exponent: int) -> dict[str, Histogram]:
         """A histogram for each cut's key and each parameter's name; waits for the copy."""
@@ -205,6 +229,15 @@ class Probe:
             row.key: number[find(row.downstream)] for row in self.rows if row.upstream is None
         }
         return Survey(graph, tuple(histograms.get(root) for root in number), owners)
+
+    def _with_half_leaves(self, survey: Survey, found: list[Histogram]) -> Survey:
+        """The survey, and the float16 leaves as a component that is held at the loss's exponent."""
+        if not found:
+            return survey
+        stored = Component((HALF_LEAVES,), format="float16", pinned=0)
+        graph = replace(survey.graph, components=(*survey.graph.components, stored))
+        histograms = (*survey.histograms, Histogram.merge(found))
+        return replace(survey, graph=graph, histograms=histograms)
 
     def _all(self) -> range:
         return range(len(self._sets.parent))
