@@ -11,16 +11,20 @@ each other). Their components are joined by the keys they share, so that one pla
 
 A row holds one gradient at one offset: what was stored at different exponents cannot be added.
 
-A leaf's gradient bounds its component's exponent from above where it is computed in half
-precision; what is computed in float32, as a norm's weight under autocast, has room for any. A
-float16 leaf (``model.half()``) stores its gradient at the global scale, whatever its component
+Only what is stored in a narrow format can be flushed or overflow. A component whose float16
+gradients all pass cuts is judged by these alone: the gradient 1 of a float32 loss, or a residual
+stream in float32, says nothing about them. Where float16 gradients stay between two ops of a
+component, unseen, every gradient around them stands in for them. Likewise a parameter bounds its
+component only if its gradient comes out of a narrow one.
+
+A float16 leaf (``model.half()``) stores its gradient at the global scale, whatever its component
 runs at. All of these together are one more component of the planner's graph, held at the loss's
 exponent, so that the exponent chosen there keeps them too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +59,7 @@ class Row:
     format: str | None = None
     """The format it was stored in, once seen."""
     half_leaf: bool = False
-    """A leaf's gradient that is stored in float16, at the global scale."""
+    """Whether it is a leaf's gradient that is stored in float16, at the global scale."""
 
 
 class Probe:
@@ -71,7 +75,9 @@ class Probe:
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
         self._wide: dict[str, bool] = {}
+        """Whether a leaf's gradient is computed in float32 alone, by key."""
         self._formats: dict[int, set[str]] = {}
+        """Formats of the gradients that stay inside each component, past no cut."""
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
 
     def attach(
@@ -93,11 +99,13 @@ class Probe:
             key = parameters.get(id(edge.leaf), f"leaf {number}")
             row = self._row(key, offsets[edge.component], components[edge.component], None)
             leaf_return(edge.node).rows[edge.position] = row
-            half = self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
-            computed_wide = not half and formats_of(edge.node) == {"float32"}
-            self._wide[key] = computed_wide and self._wide.get(key, True)
+            self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
+            formats = formats_of(edge.node) | {_FORMATS.get(edge.leaf.dtype, "float32")}
+            # A parameter with several uses comes out of a narrow format if one of them does.
+            self._wide[key] = formats == {"float32"} and self._wide.get(key, True)
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
-            self._formats.setdefault(components[component], set()).update(formats_of(node))
+            cut = walk.cut_slots.get(node, ())
+            self._formats.setdefault(components[component], set()).update(formats_of(node, cut))
 
     @property
     def wide(self) -> frozenset[str]:
@@ -153,21 +161,33 @@ class Probe:
         Args:
             exponent: log2 of the loss scale in the step that was probed.
         """
-        seen: dict[int, list[Histogram]] = {}
+        find = self._sets.find
+        seen: dict[int, list[tuple[Row, Histogram]]] = {}
         leaves: list[tuple[Row, Histogram]] = []
         for row, found in self._records(exponent):
             if row.upstream is None:
                 leaves.append((row, found))
                 continue
-            for component in {self._sets.find(row.downstream), self._sets.find(row.upstream)}:
-                seen.setdefault(component, []).append(found)
-        histograms = {component: Histogram.merge(parts) for component, parts in seen.items()}
+            for component in {find(row.downstream), find(row.upstream)}:
+                seen.setdefault(component, []).append((row, found))
+        inside = self._inside()
+        histograms = {
+            component: Histogram.merge(_at_stake(parts, inside.get(component, set())))
+            for component, parts in seen.items()
+        }
         for row, found in leaves:
-            if found.nonfinite or not self._wide[row.key]:
-                self._bound_by_parameter(histograms, self._sets.find(row.downstream), found)
-        return self._with_half_leaves(
-            self._survey(histograms), [found for row, found in leaves if row.half_leaf]
-        )
+            own = find(row.downstream)
+            if found.nonfinite or not self._wide[row.key] or self._format(own) is not None:
+                self._bound_by_parameter(histograms, own, found)
+        half = [found for row, found in leaves if row.half_leaf]
+        return _with_half_leaves(self._survey(histograms), half)
+
+    def _inside(self) -> dict[int, set[str]]:
+        """The formats of the gradients inside each component, by its number in the sets."""
+        inside: dict[int, set[str]] = {}
+        for component, formats in self._formats.items():
+            inside.setdefault(self._sets.find(component), set()).update(formats)
+        return inside
 
     def tensors(self, exponent: int) -> dict[str, Histogram]:
         """A histogram for each cut's key and each parameter's name; waits for the copy."""
@@ -230,15 +250,6 @@ class Probe:
         }
         return Survey(graph, tuple(histograms.get(root) for root in number), owners)
 
-    def _with_half_leaves(self, survey: Survey, found: list[Histogram]) -> Survey:
-        """The survey, and the float16 leaves as a component that is held at the loss's exponent."""
-        if not found:
-            return survey
-        stored = Component((HALF_LEAVES,), format="float16", pinned=0)
-        graph = replace(survey.graph, components=(*survey.graph.components, stored))
-        histograms = (*survey.histograms, Histogram.merge(found))
-        return replace(survey, graph=graph, histograms=histograms)
-
     def _all(self) -> range:
         return range(len(self._sets.parent))
 
@@ -251,9 +262,7 @@ class Probe:
             if find(row.downstream) == root
             or (row.upstream is not None and find(row.upstream) == root)
         }
-        for component, formats in self._formats.items():
-            if find(component) == root:
-                seen |= formats
+        seen |= self._inside().get(root, set())
         if "float16" in seen or not seen - {None}:
             return None
         return "bfloat16" if "bfloat16" in seen else "float32"
@@ -267,13 +276,35 @@ class Probe:
         return total.tolist()
 
 
-def formats_of(node: Any) -> set[str]:
+def formats_of(node: Any, without: Container[int] = ()) -> set[str]:
     """The formats of the gradients that flow into a node, as far as torch tells.
 
     Half-precision gradients may live between two ops of a component and never meet a cut.
+
+    Args:
+        node: an autograd node.
+        without: slots to leave out.
     """
-    slots = getattr(node, "_input_metadata", ())
-    return {_FORMATS.get(slot.dtype, "float32") for slot in slots}
+    slots = enumerate(getattr(node, "_input_metadata", ()))
+    return {_FORMATS.get(slot.dtype, "float32") for n, slot in slots if n not in without}
+
+
+def _with_half_leaves(survey: Survey, found: list[Histogram]) -> Survey:
+    """The survey, and the float16 leaves as a component that is held at the loss's exponent."""
+    if not found:
+        return survey
+    stored = Component((HALF_LEAVES,), format="float16", pinned=0)
+    graph = replace(survey.graph, components=(*survey.graph.components, stored))
+    histograms = (*survey.histograms, Histogram.merge(found))
+    return replace(survey, graph=graph, histograms=histograms)
+
+
+def _at_stake(parts: list[tuple[Row, Histogram]], inside: set[str]) -> list[Histogram]:
+    """Of the gradients around a component, those that tell what may be flushed or overflow."""
+    narrow = [found for row, found in parts if row.format == "float16"]
+    if narrow and "float16" not in inside:
+        return narrow
+    return [found for _, found in parts]
 
 
 def _to_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
