@@ -1,8 +1,9 @@
 """Does a 120-layer tanh network train to float32's loss, with every layer training?
 
-Six configurations, fixed before any was run, three seeds each; every one is trained from the
-same weights on the same data in float32, with ``torch.amp.GradScaler`` and with
-``AdaptiveGradScaler``, all defaults. What varies:
+Six configurations, three seeds each; every one is trained from the same weights on the same
+data in float32, with ``torch.amp.GradScaler`` and with ``AdaptiveGradScaler``, all defaults. The
+first three were chosen before anything was run; float32 does not learn in them. The other three
+were chosen after that, so that it can. What varies:
 
     init       torch's own for ``nn.Linear``, or orthogonal with a gain, whose gradients shrink
                by that factor in each layer
@@ -33,7 +34,7 @@ from gradlift.torch import AdaptiveGradScaler  # noqa: E402
 
 DEPTH, WIDTH, CLASSES, ROWS = 120, 32, 4, 256
 WAYS = ("float32", "torch", "adaptive")
-SEEDS = (0, 1, 2)
+SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ SETTINGS = (
     Setting("autocast", None, 1e-8),
     Setting("autocast", 0.8, 1e-8),
     Setting("autocast", None, 1e-20),
-    Setting("gradients", None, 1e-8),
-    Setting("gradients", None, 1e-20),
     Setting("gradients", 0.75, 1e-20),
+    Setting("gradients", 0.8, 1e-20),
+    Setting("autocast", 0.8, 1e-20),
 )
 
 
@@ -129,11 +130,12 @@ def train(setting: Setting, way: str, seed: int, steps: int) -> tuple[float, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--first", type=int, default=0, help="the setting to begin with")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"loss over the last tenth of {args.steps} steps (layers without a gradient), per seed")
-    for setting in SETTINGS:
+    for setting in SETTINGS[args.first :]:
         print(setting, flush=True)
         for way in WAYS:
             found = [train(setting, way, seed, args.steps) for seed in range(args.seeds)]

@@ -31,6 +31,7 @@ from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
+from gradlift.torch.narrow import Narrow
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, capturing
 from gradlift.torch.recorder import module_records, plan_change
@@ -103,6 +104,7 @@ class AdaptiveGradScaler(GradScaler):
         self._engine = Engine(model, linear=linear)
         self._step_number = 0
         self._amaxes: list[Tensor] = []
+        self._narrow = Narrow()
         self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
         if self._enabled:
@@ -168,7 +170,7 @@ class AdaptiveGradScaler(GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         with torch.no_grad():
             self._checked = grads.collect_rows(optimizer, allow_fp16)
-            self._note_largest(self._checked[0])
+            self._note_largest(optimizer, self._checked)
             unscales = inv_scale is not self._one
             return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
 
@@ -181,14 +183,18 @@ class AdaptiveGradScaler(GradScaler):
             return math.inf
         return max_norm
 
-    def _note_amax(self, amax: Tensor) -> None:
-        self._amaxes.append(amax.amax())
+    def _note_amax(self, optimizer: torch.optim.Optimizer, amax: Tensor) -> None:
+        engine = self._engine
+        largest = self._narrow.amax(optimizer, amax, engine.wide, engine.parameter_names)
+        self._amaxes.append(largest)
 
-    def _note_largest(self, buckets: grads.Buckets) -> None:
-        """Keeps the largest magnitude among the gradients, still scaled: 0-d, on the device."""
-        home = cast(Tensor, self._scale).device
-        for tensors in buckets.values():
-            filled = [tensor for tensor in tensors if tensor.numel()]
+    def _note_largest(
+        self, optimizer: torch.optim.Optimizer, found: tuple[grads.Buckets, grads.Rows]
+    ) -> None:
+        """Keeps the largest magnitude that can overflow, still scaled: 0-d, on the device."""
+        home, engine = cast(Tensor, self._scale).device, self._engine
+        names = engine.parameter_names
+        for filled in self._narrow.tensors(optimizer, found, engine.wide, names):
             if filled:
                 largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
                 self._amaxes.append(largest.to(home, non_blocking=True))
@@ -284,6 +290,7 @@ class AdaptiveGradScaler(GradScaler):
                 "pins": self._engine.pins,
                 "probing": self._engine.probing,
                 "overflowed": self._overflowed(),
+                "wide": sorted(self._engine.wide),
             }
         return state
 
@@ -299,6 +306,7 @@ class AdaptiveGradScaler(GradScaler):
             pending = deque(_Pending.from_dict(row) for row in own["pending"])
             step, probing, pins = int(own["step"]), bool(own["probing"]), dict(own["pins"])
             pilot, overflowed = own["pilot"], [str(name) for name in own.get("overflowed", ())]
+            wide = frozenset(str(name) for name in own.get("wide", ()))
         except (KeyError, TypeError) as error:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
@@ -308,6 +316,7 @@ class AdaptiveGradScaler(GradScaler):
         self._engine.take()
         self._engine.pin(pins)
         self._engine.follow(self._pilot.offsets)
+        self._engine.wide = wide
         if probing:
             self._engine.probe()
 
@@ -316,6 +325,7 @@ class AdaptiveGradScaler(GradScaler):
         state["_engine"] = (self._engine.model, self._engine.linear)
         state["_pending"] = None
         state["_amaxes"] = []
+        state["_narrow"] = None
         state["_adaptive_state"] = self.state_dict() if self._enabled else None
         return state
 
@@ -324,7 +334,7 @@ class AdaptiveGradScaler(GradScaler):
         super().__setstate__(state)
         model, linear = cast(Any, self._engine)
         self._engine = Engine(model, linear=linear)
-        self._pending = deque()
+        self._pending, self._narrow = deque(), Narrow()
         if saved is not None:
             self.load_state_dict(saved)
 

@@ -60,6 +60,8 @@ class Engine:
         """Why the last armed graph or backward pass ran at the global scale throughout."""
         self.unplanned = False
         """Whether a graph came along that the plan was not made for; a probe clears it."""
+        self.wide: frozenset[str] = frozenset()
+        """Parameters whose gradients the last probe saw computed in float32, if not all were."""
         self.linear = frozenset(linear)
         self._names = Names(model)
         self._pins: dict[str, int] = {}
@@ -142,6 +144,11 @@ class Engine:
     def module_order(self) -> dict[str, int]:
         """The place of each module's name in the model."""
         return {name: i for i, name in enumerate(dict.fromkeys(self._names.of_module.values()))}
+
+    @property
+    def parameter_names(self) -> Mapping[int, str]:
+        """The name of each parameter, by ``id``."""
+        return self._names.of_parameter
 
     def close(self) -> None:
         """Stops for good. Graphs that are armed run neutral."""
@@ -299,6 +306,8 @@ class Engine:
         )
         if self._probe is not None:
             self._probe.attach(found, keys, offsets, self._names.of_parameter, self._leaf_return)
+            if self._probe.wide != self.wide:
+                self.wide = self._probe.wide
 
     def _set_leaves(self, found: Walk, offsets: list[int], gate: Gate) -> None:
         positions: defaultdict[Node, list[int]] = defaultdict(list)

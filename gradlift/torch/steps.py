@@ -189,7 +189,7 @@ class Stepping(Remembering):
         agreed = unscaled and self._process_group is not None
         measured = phase.measure(scale, found.clone() if agreed else found, amax=self._wants_amax)
         if measured.amax is not None and state["stage"] is OptState.READY:
-            self._note_amax(measured.amax)
+            self._note_amax(optimizer, measured.amax)
         norm = measured.norm
         if self._process_group is not None and not agreed:
             found, state["bad_loss"] = distributed.agree(
@@ -210,7 +210,7 @@ class Stepping(Remembering):
     # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
     _wants_amax = False
 
-    def _note_amax(self, amax: Tensor) -> None:
+    def _note_amax(self, optimizer: torch.optim.Optimizer, amax: Tensor) -> None:
         """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
