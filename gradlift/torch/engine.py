@@ -36,6 +36,7 @@ from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.graph import Node, Walk, walk
 from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe import Probe
+from gradlift.torch.views import Base, note_base, put_back
 
 # As far as two exponents of a plan can be apart.
 LARGEST_OFFSET = 120
@@ -200,6 +201,8 @@ class Engine:
         if cut is None:
             cut = cuts[tensor.output_nr] = Cut(next(self._numbers))
             tensor.register_hook(cut)
+            if tensor._is_view():
+                note_base(tensor, cut, self._marks)
         if (name, output) not in cut.names:
             cut.names.append((name, output))
 
@@ -249,19 +252,25 @@ class Engine:
             if root.gate is not None:
                 alive[root.gate].append(root)
         marks, met, joined = self._marks, set[Gate](), list[Root]()
+        bases: list[Base] = []
 
         def cuts_of(node: Node) -> Mapping[int, Cut] | None:
             written = node.metadata
             gate = written.get(marks.gate)
             if gate in alive:
                 met.add(gate)
+            for slot, cut in written.get(marks.views, ()):
+                bases.append(Base(node, slot, cut))
             return written.get(marks.cuts)
 
         while True:
             found = walk(edges, cuts_of, self.linear)
             fresh = [root for gate in met for root in alive.pop(gate)]
             met.clear()
-            if not fresh:
+            present = {edge.cut for edge in found.cuts} if bases else set[Cut]()
+            changed = bool(bases) and put_back(bases, found.nodes, present, marks)
+            bases.clear()
+            if not fresh and not changed:
                 return found, joined
             joined += fresh
             edges = edges + [edge for root in fresh for edge in root.edges]
