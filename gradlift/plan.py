@@ -105,7 +105,14 @@ def choose(
         for i in range(count)
     )
     cuts = active_cuts(graph, usable, exponents)
-    return Plan(format.name, graph.loss, planned, cuts, _reasons(planned, found))
+    name = _format_at_stake(graph, format)
+    return Plan(name, graph.loss, planned, cuts, _reasons(planned, found))
+
+
+def _format_at_stake(graph: Graph, format: Format) -> str:
+    """The plan's format, or the narrowest that occurs where no component has it."""
+    own = {get(c.format or format) for c in graph.components}
+    return format.name if format in own else min(own, key=lambda f: (f.max_exponent, f.name)).name
 
 
 def _check(

@@ -19,6 +19,9 @@ from gradlift.potential import Component, Cut, Graph, Interval
 
 VERSION = 2
 
+# Formats whose range is float32's: whatever the exponents are, nothing is gained.
+_WIDE = ("bfloat16", "float32")
+
 
 @dataclass(frozen=True)
 class ActiveCut:
@@ -61,6 +64,8 @@ class Plan:
     """An exponent for every component; the components are in the graph's order."""
 
     format: str
+    """The format it was made for; where none of the gradients is stored in that, the narrowest
+    that they are."""
     loss: int
     """Index of the loss's component."""
     components: tuple[Planned, ...]
@@ -134,6 +139,8 @@ class Plan:
         return replace(self, components=moved)
 
     def __str__(self) -> str:
+        if self.one_exponent_serves and self.format in _WIDE:
+            return f"{self.format}: nothing to do, no gradient leaves its range"
         if self.one_exponent_serves:
             cuts = f"one exponent serves all {len(self.components)} components"
         else:

@@ -339,11 +339,19 @@ def test_unpinning_goes_back_to_the_plan_and_probes():
     run.scaler.close()
 
 
-def test_a_float32_model_has_nothing_to_do():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_float32_or_bfloat16_model_has_nothing_to_do_and_says_so(dtype):
     model = tanh_net(4)
-    run = Run(model, loss=lambda m: F.cross_entropy(m(X), Y)).steps(30)
+
+    def loss(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            return F.cross_entropy(model(X).float(), Y)
+
+    run = Run(model, loss=loss).steps(30)
     assert run.skipped == 0
     assert run.scaler.plan.one_exponent_serves
+    assert str(run.scaler.plan) == f"{dtype}: nothing to do, no gradient leaves its range"
+    assert run.scaler.plan == type(run.scaler.plan).from_dict(run.scaler.plan.to_dict())
     assert len(set(run.scales[10:])) == 1
     run.scaler.close()
 

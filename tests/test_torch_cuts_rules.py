@@ -565,24 +565,7 @@ def test_a_product_keeps_the_layout(shift):
     assert cuts.times_power_of_two(base.t(), shift).stride() == base.t().stride()
 
 
-# 8. Half-precision leaves.
-
-
-def test_half_precision_leaves_are_left_at_the_global_scale(monkeypatch):
-    model = Net().half()
-    watched = Engine(model)
-    watched.pin({"a": -20})
-
-    def test():
-        x = X.half()
-        expected, _ = run(model, lambda m: loss_of(m, x))
-        same(run(model, lambda m: loss_of(m, x), watched)[0], expected)
-
-    with pytest.warns(UserWarning, match="'a' stays at the global scale: it feeds a float16 leaf"):
-        test()
-    fails_without(monkeypatch, graph, "too_narrow", lambda leaf: None, test)
-    watched.close()
-
+# 8. Half-precision leaves: tests/test_torch_half.py.
 
 # 9. Parameter gradients bound the exponent: tests/test_torch_probe.py.
 

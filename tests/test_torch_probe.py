@@ -156,18 +156,62 @@ def test_histograms_are_those_of_the_true_gradient_at_any_exponent():
 def test_parameter_gradients_bound_their_component():
     """They sum over the batch and can be far larger than what they are made of."""
     model, x = mlp(4, 6, 2), torch.ones(4096, 4)
-    survey = survey_of(model, lambda m: m(x).sum())
+    survey = probe_of(model, lambda m: in_half(m, x).sum(), scale=1.0).survey(0)
     first = next(
         h for c, h in zip(survey.graph.components, survey.histograms, strict=True)
         if "0" in c.modules
     )  # fmt: skip
-    amax = model[0].weight.grad.abs().max().item() / SCALE
+    amax = model[0].weight.grad.abs().max().item()
     assert first.parameters == math.frexp(amax)[1] - 1
     assert first.peak == first.parameters
     assert first.parameters >= first.counts[-1][0] + 8
     plan = choose(survey.graph, survey.histograms, format="float16")
     exponent = plan.components[3].exponent
     assert amax * 2.0**exponent < 65504
+
+
+def in_half(model, x):
+    with torch.autocast("cpu", torch.float16):
+        return model(x).float()
+
+
+class WideNorm(nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(input.float())
+
+
+def test_what_is_computed_in_float32_does_not_bound_its_component():
+    """A norm's weight, as under CUDA's autocast: its gradient sums over the rows, in float32."""
+    model = nn.Sequential(nn.Linear(4, 8), WideNorm(8), nn.Linear(8, 1))
+    x = torch.randn(4096, 4)
+    probe = probe_of(model, lambda m: in_half(m, x).sum(), scale=1.0)
+    assert probe.wide == {"1.weight", "1.bias"}
+    survey = probe.survey(0)
+    of = {key: h for c, h in zip(survey.graph.components, survey.histograms, strict=True)
+          for key in c.modules}  # fmt: skip
+    assert probe.tensors(0)["1.bias"].peak > of["1"].counts[-1][0] + 6
+    assert of["1"].parameters is None
+    assert of["0"].parameters is not None
+    assert of["2"].parameters is not None
+
+
+def test_a_weight_used_in_both_precisions_counts_as_one_in_half():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.float16):
+                y = self.a(x)
+            return y.float() + x @ self.a.weight
+
+    assert probe_of(Both(), lambda m: m(torch.ones(3, 4)).sum()).wide == set()
+    twin = nn.Sequential(Both(), nn.LayerNorm(4))
+    probe = probe_of(twin, lambda m: m(torch.ones(3, 4)).pow(2).sum())
+    assert probe.wide == {"1.weight", "1.bias"}
+    assert survey_of(mlp(4, 6, 2), squared(torch.randn(3, 4))).owners, "and in float32 none is"
+    assert probe_of(mlp(4, 6, 2), squared(torch.randn(3, 4))).wide == set()
 
 
 def test_micro_batches_add_up_in_one_row():

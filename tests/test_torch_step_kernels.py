@@ -19,7 +19,7 @@ DEVICES = [
 ]
 
 
-def judged(gradients, device, loss=1.0, found=0.0):
+def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
     """found_inf, the loss's flag, the counts and the largest magnitude, from one launch."""
     from gradlift.torch import step_kernels
 
@@ -48,6 +48,7 @@ def judged(gradients, device, loss=1.0, found=0.0):
         bad,
         torch.zeros((), dtype=torch.int32, device=at),
         cells,
+        torch.tensor([0 if r in left_out else len(g) for r, g in enumerate(gradients)], device=at),
         largest,
         len(entries),
     )
@@ -65,6 +66,16 @@ def test_the_judge_finds_the_largest_magnitude(device, dtype):
         found, bad, cells, largest = judged(gradients, device)
         assert (found, bad, largest) == (0.0, 0.0, abs(value))
         assert not cells.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_left_out_do_not_count_but_still_overflow(device):
+    gradients = [torch.full((5000,), 3.0), torch.full((5000,), 2.0)]
+    assert judged(gradients, device, left_out={0})[3] == 2.0
+    gradients[0][4500] = math.inf
+    found, _, cells, largest = judged(gradients, device, found=1.0, left_out={0})
+    assert (found, largest) == (1.0, 2.0)
+    assert cells[0].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

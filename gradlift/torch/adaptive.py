@@ -32,6 +32,7 @@ from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
 from gradlift.torch import fused, grads
 from gradlift.torch.engine import Engine
+from gradlift.torch.narrow import Narrow
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
@@ -119,6 +120,7 @@ class AdaptiveGradScaler(GradScaler):
         self._amaxes: list[Tensor] = []
         self._remarks: Remarks | None = None
         self._sizes: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._narrow = Narrow()
         self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
         if self._enabled:
@@ -190,7 +192,7 @@ class AdaptiveGradScaler(GradScaler):
                 # What counts overflows there can look for the largest in the same launch.
                 self._per_optimizer_states[id(optimizer)]["wants_amax"] = True
             else:
-                self._note_largest(self._checked[0])
+                self._note_largest(optimizer, self._checked)
             return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
 
     def _attribute(
@@ -202,7 +204,7 @@ class AdaptiveGradScaler(GradScaler):
     ) -> Tensor | None:
         bad_loss = super()._attribute(optimizer, state, flags, unseen)
         if state.pop("wants_amax", False) and self._checked is not None:
-            self._note_largest(self._checked[0])
+            self._note_largest(optimizer, self._checked)
         return bad_loss
 
     _wants_amax = True
@@ -225,14 +227,24 @@ class AdaptiveGradScaler(GradScaler):
             self._sizes[optimizer] = known
         return known[1] < SMALL
 
-    def _note_amax(self, amax: Tensor) -> None:
-        self._amaxes.append(amax)
+    def _note_amax(self, optimizer: torch.optim.Optimizer, amax: Tensor) -> None:
+        engine = self._engine
+        names = engine.parameter_names
+        self._amaxes.append(self._narrow.amax(optimizer, amax, engine.wide, names))
 
-    def _note_largest(self, buckets: grads.Buckets) -> None:
-        """Keeps the largest magnitude among the gradients, still scaled: 0-d, on the device."""
-        home = cast(Tensor, self._scale).device
-        for tensors in buckets.values():
-            filled = [tensor for tensor in tensors if tensor.numel()]
+    def _note_peaks(self, peaks: list[Tensor]) -> None:
+        self._amaxes += peaks
+
+    def _left_out(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        return self._narrow.rows(optimizer, self._engine.wide, self._engine.parameter_names)
+
+    def _note_largest(
+        self, optimizer: torch.optim.Optimizer, found: tuple[grads.Buckets, grads.Rows]
+    ) -> None:
+        """Keeps the largest magnitude that can overflow, still scaled: 0-d, on the device."""
+        home, engine = cast(Tensor, self._scale).device, self._engine
+        names = engine.parameter_names
+        for filled in self._narrow.tensors(optimizer, found, engine.wide, names):
             if filled:
                 largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
                 self._amaxes.append(largest.to(home, non_blocking=True))
@@ -348,6 +360,7 @@ class AdaptiveGradScaler(GradScaler):
                 "pins": self._engine.pins,
                 "probing": self._engine.probing,
                 "overflowed": self._overflowed(),
+                "wide": sorted(self._engine.wide),
             }
         return state
 
@@ -363,6 +376,7 @@ class AdaptiveGradScaler(GradScaler):
             pending = deque(_Pending.from_dict(row) for row in own["pending"])
             step, probing, pins = int(own["step"]), bool(own["probing"]), dict(own["pins"])
             pilot, overflowed = own["pilot"], [str(name) for name in own.get("overflowed", ())]
+            wide = frozenset(str(name) for name in own.get("wide", ()))
         except (KeyError, TypeError) as error:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
@@ -372,6 +386,7 @@ class AdaptiveGradScaler(GradScaler):
         self._engine.take()
         self._engine.pin(pins)
         self._engine.follow(self._pilot.offsets)
+        self._engine.wide = wide
         if probing:
             self._engine.probe()
 
@@ -379,7 +394,7 @@ class AdaptiveGradScaler(GradScaler):
         state = super().__getstate__()
         state["_engine"] = (self._engine.model, self._engine.linear)
         state["_pending"] = None
-        state["_amaxes"], state["_remarks"] = [], None
+        state["_amaxes"], state["_remarks"], state["_narrow"] = [], None, None
         del state["_sizes"]
         state["_adaptive_state"] = self.state_dict() if self._enabled else None
         return state
@@ -389,7 +404,7 @@ class AdaptiveGradScaler(GradScaler):
         super().__setstate__(state)
         model, linear = cast(Any, self._engine)
         self._engine = Engine(model, linear=linear)
-        self._pending, self._sizes = deque(), WeakKeyDictionary()
+        self._pending, self._narrow, self._sizes = deque(), Narrow(), WeakKeyDictionary()
         if saved is not None:
             self.load_state_dict(saved)
 

@@ -36,6 +36,7 @@ from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.graph import Node, Walk, walk
 from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe import Probe
+from gradlift.torch.views import Base, note_base, put_back
 
 # As far as two exponents of a plan can be apart.
 LARGEST_OFFSET = 120
@@ -60,6 +61,8 @@ class Engine:
         """Why the last armed graph or backward pass ran at the global scale throughout."""
         self.unplanned = False
         """Whether a graph came along that the plan was not made for; a probe clears it."""
+        self.wide: frozenset[str] = frozenset()
+        """Parameters whose gradients the last probe saw computed in float32, if not all were."""
         self.linear = frozenset(linear)
         self._names = Names(model)
         self._pins: dict[str, int] = {}
@@ -143,6 +146,11 @@ class Engine:
         """The place of each module's name in the model."""
         return {name: i for i, name in enumerate(dict.fromkeys(self._names.of_module.values()))}
 
+    @property
+    def parameter_names(self) -> Mapping[int, str]:
+        """The name of each parameter, by ``id``."""
+        return self._names.of_parameter
+
     def close(self) -> None:
         """Stops for good. Graphs that are armed run neutral."""
         self._pins, self._plan, self._probe = {}, {}, None
@@ -193,6 +201,8 @@ class Engine:
         if cut is None:
             cut = cuts[tensor.output_nr] = Cut(next(self._numbers))
             tensor.register_hook(cut)
+            if tensor._is_view():
+                note_base(tensor, cut, self._marks)
         if (name, output) not in cut.names:
             cut.names.append((name, output))
 
@@ -242,19 +252,25 @@ class Engine:
             if root.gate is not None:
                 alive[root.gate].append(root)
         marks, met, joined = self._marks, set[Gate](), list[Root]()
+        bases: list[Base] = []
 
         def cuts_of(node: Node) -> Mapping[int, Cut] | None:
             written = node.metadata
             gate = written.get(marks.gate)
             if gate in alive:
                 met.add(gate)
+            for slot, cut in written.get(marks.views, ()):
+                bases.append(Base(node, slot, cut))
             return written.get(marks.cuts)
 
         while True:
             found = walk(edges, cuts_of, self.linear)
             fresh = [root for gate in met for root in alive.pop(gate)]
             met.clear()
-            if not fresh:
+            present = {edge.cut for edge in found.cuts} if bases else set[Cut]()
+            changed = bool(bases) and put_back(bases, found.nodes, present, marks)
+            bases.clear()
+            if not fresh and not changed:
                 return found, joined
             joined += fresh
             edges = edges + [edge for root in fresh for edge in root.edges]
@@ -299,6 +315,8 @@ class Engine:
         )
         if self._probe is not None:
             self._probe.attach(found, keys, offsets, self._names.of_parameter, self._leaf_return)
+            if self._probe.wide != self.wide:
+                self.wide = self._probe.wide
 
     def _set_leaves(self, found: Walk, offsets: list[int], gate: Gate) -> None:
         positions: defaultdict[Node, list[int]] = defaultdict(list)

@@ -14,9 +14,13 @@ half-precision copy anyway, and tied weights keep one exponent in every precisio
 that are held at the global scale are left out, since a weight penalty inside the loss would
 otherwise hold the whole network there.
 
+A float16 leaf's gradient is brought back like any other, though float16 may flush it or let it
+overflow at the global scale, as it would without cuts. The planner is told of these leaves (see
+``probe.py``), and chooses a global exponent that serves them.
+
 Held at the global scale, with the reason in ``Walk.held``: the loss's component; components
 with an autograd Function written in Python or C++ by others, which may do anything to its
-gradient; and components that feed a leaf too narrow to be brought back in.
+gradient; and components that feed a leaf of a dtype that nobody plans for.
 """
 
 from __future__ import annotations
@@ -39,9 +43,17 @@ def _accumulation_type() -> type:
 
 ACCUMULATE = _accumulation_type()
 
-# A gradient in these is brought back by any sensible power of two without loss.
-WIDE_DTYPES = frozenset(
-    {torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128}
+# A gradient in these is brought back by any sensible power of two without loss, or, in float16,
+# with a loss that the plan allows for.
+LEAF_DTYPES = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
 )
 
 # Functions known to be linear in their gradient, though written in Python: module and name.
@@ -178,7 +190,7 @@ class _Search:
             if reason:
                 held.setdefault(find(own), reason)
         for _, _, accumulation, own in self.leaves:
-            reason = too_narrow(accumulation.variable)
+            reason = not_planned_for(accumulation.variable)
             if reason:
                 held.setdefault(find(own), reason)
         self._join_uses_of_a_leaf(held)
@@ -223,8 +235,8 @@ def not_linear(node: Node, linear: frozenset[type]) -> str | None:
     return None
 
 
-def too_narrow(leaf: torch.Tensor) -> str | None:
+def not_planned_for(leaf: torch.Tensor) -> str | None:
     """Why a leaf's gradient cannot be brought back to the global scale, or None."""
-    if leaf.dtype in WIDE_DTYPES:
+    if leaf.dtype in LEAF_DTYPES:
         return None
     return f"it feeds a {str(leaf.dtype).removeprefix('torch.')} leaf, which has no room"

@@ -29,6 +29,23 @@ _SMALL = 4096
 _KEPT = 16
 
 
+class Peaks:
+    """The largest magnitudes that a ``judge`` finds.
+
+    Args:
+        left_out: rows of the optimizer's parameters not to look at.
+    """
+
+    def __init__(self, left_out: frozenset[int] = frozenset()) -> None:
+        self.left_out = left_out
+        self.found: list[Tensor] = []
+        """float32 vectors; the greatest entry of all is the largest magnitude."""
+
+    def add(self, programs: int, device: torch.device) -> Tensor:
+        self.found.append(torch.empty(programs, dtype=torch.float32, device=device))
+        return self.found[-1]
+
+
 class _Watched:
     """The gradients of one bucket of an optimizer, and the counts of their last overflow."""
 
@@ -53,6 +70,8 @@ class _Watched:
         self._spares = [torch.empty(len(grads), dtype=torch.int64).pin_memory() for _ in range(4)]
         self._dtype = dtype
         self._launches: dict[tuple[torch.dtype | None, bool], Any] = {}
+        self._counted: tuple[frozenset[int], Tensor] = frozenset(), self.numels
+        self._sizes = [grad.numel() for grad in grads]
         self.programs = max(1, min(self.chunks, _PROGRAMS))
 
     @property
@@ -74,6 +93,16 @@ class _Watched:
             )
             self._launches[key] = found
         return found
+
+    def counted(self, left_out: frozenset[int]) -> Tensor:
+        """How many elements of each gradient to look at, none of those in rows left out."""
+        if left_out is not self._counted[0] and not capturing(self.device):
+            numels = [
+                0 if row in left_out else size
+                for row, size in zip(self.rows, self._sizes, strict=True)
+            ]
+            self._counted = left_out, self._send(torch.tensor(numels)) if left_out else self.numels
+        return self._counted[1]
 
     def _send(self, host: Tensor) -> Tensor:
         return host.pin_memory().to(self.device, non_blocking=True)
@@ -138,7 +167,7 @@ class OverflowLog:
         found_inf: dict[torch.device, Tensor],
         updates: Tensor,
         loss: Tensor | None,
-        largest: list[Tensor] | None = None,
+        peaks: Peaks | None = None,
     ) -> tuple[bool, Tensor | None]:
         """Let the device look at the loss, and count if there was an overflow; nothing is read.
 
@@ -149,8 +178,7 @@ class OverflowLog:
             found_inf: each device's 0-d float32 flag; set to 1.0 where the loss is not finite.
             updates: 0-d int32 on the loss's device, growing: tells the overflows' order.
             loss: one element, floating, on one of the devices; or None.
-            largest: gets a float32 vector from each bucket that is looked at, the greatest of
-                which is the largest magnitude in it; None to leave that out.
+            peaks: where to put the largest magnitudes; None not to look for them.
 
         Returns:
             Whether all gradients are being counted, and the loss's own flag: 0-d float32, or None
@@ -168,11 +196,10 @@ class OverflowLog:
             flag = found_inf[device]
             looks = loss is not None and bad_loss is None and loss.device == device
             bad = torch.empty_like(flag) if looks else flag
-            most = flag
-            if largest is not None:
-                most = torch.empty(bucket.programs, dtype=torch.float32, device=device)
-                largest.append(most)
-            bucket.launch(loss if looks else None, largest is not None)(
+            most, counted = flag, bucket.numels
+            if peaks is not None:
+                most, counted = peaks.add(bucket.programs, device), bucket.counted(peaks.left_out)
+            bucket.launch(loss if looks else None, peaks is not None)(
                 bucket.entries,
                 addresses,
                 bucket.numels,
@@ -181,6 +208,7 @@ class OverflowLog:
                 bad,
                 updates if updates.device == device else updates.to(device, non_blocking=True),
                 bucket.cells,
+                counted,
                 most,
                 bucket.chunks,
             )

@@ -16,12 +16,16 @@ gradients all pass cuts is judged by these alone: the gradient 1 of a float32 lo
 stream in float32, says nothing about them. Where float16 gradients stay between two ops of a
 component, unseen, every gradient around them stands in for them. Likewise a parameter bounds its
 component only if its gradient comes out of a narrow one.
+
+A float16 leaf (``model.half()``) stores its gradient at the global scale, whatever its component
+runs at. All of these together are one more component of the planner's graph, held at the loss's
+exponent, so that the exponent chosen there keeps them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +42,8 @@ _CHUNK = 2**24
 
 _FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
+HALF_LEAVES = "float16 parameters"
+
 
 @dataclass
 class Row:
@@ -52,8 +58,8 @@ class Row:
     """Number of the component it goes to; None for a leaf's gradient."""
     format: str | None = None
     """The format it was stored in, once seen."""
-    narrow: bool = True
-    """For a leaf's gradient: whether it comes out of a narrow format."""
+    half_leaf: bool = False
+    """Whether it is a leaf's gradient that is stored in float16, at the global scale."""
 
 
 class Probe:
@@ -68,6 +74,8 @@ class Probe:
         self._loss = self._sets.add()
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
+        self._wide: dict[str, bool] = {}
+        """Whether a leaf's gradient is computed in float32 alone, by key."""
         self._formats: dict[int, set[str]] = {}
         """Formats of the gradients that stay inside each component, past no cut."""
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
@@ -90,12 +98,21 @@ class Probe:
             # An input, or a parameter that somebody has gathered from its shards.
             key = parameters.get(id(edge.leaf), f"leaf {number}")
             row = self._row(key, offsets[edge.component], components[edge.component], None)
-            formats = formats_of(edge.node) | {_FORMATS.get(edge.leaf.dtype, "float32")}
-            self.rows[row].narrow = formats != {"float32"}
             leaf_return(edge.node).rows[edge.position] = row
+            self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
+            formats = formats_of(edge.node) | {_FORMATS.get(edge.leaf.dtype, "float32")}
+            # A parameter with several uses comes out of a narrow format if one of them does.
+            self._wide[key] = formats == {"float32"} and self._wide.get(key, True)
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
             cut = walk.cut_slots.get(node, ())
             self._formats.setdefault(components[component], set()).update(formats_of(node, cut))
+
+    @property
+    def wide(self) -> frozenset[str]:
+        """The leaves whose gradients are computed in float32, for every use; none if all are."""
+        if all(self._wide.values()):
+            return frozenset()
+        return frozenset(key for key, wide in self._wide.items() if wide)
 
     def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
         numbers = {0: self._loss}
@@ -160,9 +177,10 @@ class Probe:
         }
         for row, found in leaves:
             own = find(row.downstream)
-            if row.narrow or self._format(own) is not None:
+            if found.nonfinite or not self._wide[row.key] or self._format(own) is not None:
                 self._bound_by_parameter(histograms, own, found)
-        return self._survey(histograms)
+        half = [found for row, found in leaves if row.half_leaf]
+        return _with_half_leaves(self._survey(histograms), half)
 
     def _inside(self) -> dict[int, set[str]]:
         """The formats of the gradients inside each component, by its number in the sets."""
@@ -269,6 +287,16 @@ def formats_of(node: Any, without: Container[int] = ()) -> set[str]:
     """
     slots = enumerate(getattr(node, "_input_metadata", ()))
     return {_FORMATS.get(slot.dtype, "float32") for n, slot in slots if n not in without}
+
+
+def _with_half_leaves(survey: Survey, found: list[Histogram]) -> Survey:
+    """The survey, and the float16 leaves as a component that is held at the loss's exponent."""
+    if not found:
+        return survey
+    stored = Component((HALF_LEAVES,), format="float16", pinned=0)
+    graph = replace(survey.graph, components=(*survey.graph.components, stored))
+    histograms = (*survey.histograms, Histogram.merge(found))
+    return replace(survey, graph=graph, histograms=histograms)
 
 
 def _at_stake(parts: list[tuple[Row, Histogram]], inside: set[str]) -> list[Histogram]:

@@ -78,6 +78,7 @@ def judge(
     bad_p,
     updates_p,
     cells,
+    counted,
     largest_p,
     chunks,
     LOSS: tl.constexpr,
@@ -102,7 +103,7 @@ def judge(
             row = tl.load(entries + 2 * chunk)
             place = tl.load(entries + 2 * chunk + 1).to(tl.int64) * CHUNK
             base = tl.load(addresses + row).to(tl.pointer_type(DTYPE)) + place
-            inside = places < tl.load(numels + row) - place
+            inside = places < tl.load(counted + row) - place
             value = tl.load(base + places, mask=inside, other=0.0).to(tl.float32)
             most = tl.maximum(most, tl.where(value != value, float("inf"), tl.abs(value)))
         tl.store(largest_p + tl.program_id(0), tl.max(most))

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.torch import closures, distributed, fused, grads
 from gradlift.torch.optim import Phase
+from gradlift.torch.overflow import Peaks
 from gradlift.torch.state import Remembering
 from gradlift.torch.update import has_triton
 
@@ -189,7 +190,7 @@ class Stepping(Remembering):
         agreed = unscaled and self._process_group is not None
         measured = phase.measure(scale, found.clone() if agreed else found, amax=self._wants_amax)
         if measured.amax is not None and state["stage"] is OptState.READY:
-            self._note_amax(measured.amax)
+            self._note_amax(optimizer, measured.amax)
         norm = measured.norm
         if self._process_group is not None and not agreed:
             found, state["bad_loss"] = distributed.agree(
@@ -212,9 +213,15 @@ class Stepping(Remembering):
     # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
     _wants_amax = False
 
-    def _note_amax(self, amax: Tensor) -> None:
-        """The largest magnitudes of groups of gradients, still scaled: float32 [n] on their
-        device."""
+    def _note_amax(self, optimizer: torch.optim.Optimizer, amax: Tensor) -> None:
+        """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
+
+    def _note_peaks(self, peaks: list[Tensor]) -> None:
+        """The largest magnitudes of groups of gradients, likewise, without those left out."""
+
+    def _left_out(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        """Rows of the optimizer's parameters whose magnitudes do not count."""
+        return frozenset()
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
         # Imported here: it needs torch's compiler, which takes seconds to import.
@@ -273,14 +280,13 @@ class Stepping(Remembering):
             return None
         if self._checked is None or device.type != "cuda" or not has_triton():
             return None
-        amaxes: list[Tensor] | None = [] if state.get("wants_amax") else None
+        peaks = Peaks(self._left_out(optimizer)) if state.get("wants_amax") else None
         state["attributed"], bad_loss = self._overflow.judge(
-            optimizer, *self._checked, flags, self._updates, unseen, amaxes
+            optimizer, *self._checked, flags, self._updates, unseen, peaks
         )
-        if amaxes is not None and state["attributed"]:
+        if peaks is not None and state["attributed"]:
             state["wants_amax"] = False
-            for amax in amaxes:
-                self._note_amax(amax)
+            self._note_peaks(peaks.found)
         return bad_loss
 
     def _found(self, state: dict[str, Any]) -> Tensor:

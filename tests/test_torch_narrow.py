@@ -1,0 +1,122 @@
+"""Only gradients that come out of half precision have a say in the scale."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from gradlift.torch import AdaptiveGradScaler
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    yield
+    torch.set_num_threads(before)
+
+
+class WithNorm(nn.Module):
+    """A layer in fp16 and a norm in float32, as CUDA's autocast has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16):
+            y = self.linear(x)
+        y = self.norm(y.float())
+        with torch.autocast("cpu", torch.float16):
+            return self.head(y).float()
+
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(5))
+
+
+class Training:
+    def __init__(self, fused=False, max_norm=None, unscale=False, interval=10**6):
+        self.model = WithNorm()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=fused)
+        self.scaler = AdaptiveGradScaler(self.model, "cpu", interval=interval)
+        self.max_norm, self.unscale = max_norm, unscale
+
+    def step(self, spike=None):
+        """A step; a spike is a parameter whose gradient is 2**20 larger than ever."""
+        self.optimizer.zero_grad()
+        loss = self.model(X).pow(2).mean()
+        self.scaler.scale(loss).backward()
+        if spike is not None:
+            spike.grad.mul_(2.0**20)
+        if self.unscale:
+            self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer, max_norm=self.max_norm)
+        self.scaler.update()
+        return self.scaler.get_scale()
+
+
+WAYS = [
+    {},
+    {"unscale": True},
+    {"max_norm": 1.0},
+    {"fused": True},
+    {"fused": True, "max_norm": 1.0},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_spike_in_a_float32_gradient_leaves_the_scale(way):
+    run = Training(**way)
+    before = [run.step() for _ in range(24)][-1]
+    run.step(spike=run.model.norm.weight)
+    assert [run.step() for _ in range(8)] == [before] * 8
+    run.step(spike=run.model.head.weight)
+    assert [run.step() for _ in range(8)][-1] <= before * 2.0**-10, "the same in half precision"
+    run.scaler.close()
+
+
+def test_it_is_the_same_after_a_checkpoint_a_copy_and_a_new_group():
+    run = Training()
+    for _ in range(24):
+        run.step()
+    state = copy.deepcopy(run.scaler.state_dict())
+    twin = Training()
+    twin.model.load_state_dict(run.model.state_dict())
+    twin.scaler.load_state_dict(state)
+    added = nn.Parameter(torch.zeros(3))
+    for each in (run, twin):
+        each.optimizer.add_param_group({"params": [added]})
+    before = run.step()
+    assert twin.step() == before
+    for each in (run, twin):
+        each.step(spike=each.model.norm.weight)
+        assert [each.step() for _ in range(8)] == [before] * 8
+    assert copy.deepcopy(run.scaler)._engine.wide == {"norm.weight", "norm.bias"}
+    run.scaler.close()
+    twin.scaler.close()
+
+
+def test_where_all_are_float32_all_count():
+    """Nothing else would tell that gradients are growing between two probes."""
+
+    class Casts(nn.Module):
+        """Weights and their gradients in float32, what lies between the layers in fp16."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.b(self.a(x).half().float())
+
+    run = Training.__new__(Training)
+    run.model, run.max_norm, run.unscale = Casts(), None, False
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    run.scaler = AdaptiveGradScaler(run.model, "cpu", interval=10**6)
+    before = [run.step() for _ in range(20)][-1]
+    run.step(spike=run.model.b.weight)
+    assert [run.step() for _ in range(8)][-1] < before
+    run.scaler.close()
