@@ -139,6 +139,19 @@ class AdaptiveGradScaler(GradScaler):
             self._pilot.next_probe = self._step_number
             self._probe_if_due(self._step_number)
 
+    def stage(self, module: nn.Module) -> Any:
+        """Say that ``module``'s loss is on another rank: a pipeline stage, or a part of one.
+
+        The gradients that come into its outputs, and those that go out of its inputs, are at the
+        global scale; between them its parts have exponents of their own. Call it once, on every
+        rank but those whose stage computes the loss.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        engine = self._engine
+        return module.register_forward_hook(lambda _, args, output: engine.arm(output))
+
     def close(self) -> None:
         """Stop watching the model; from then on it is a plain ``GradScaler``."""
         self._engine.close()

@@ -33,9 +33,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradlift.torch import tasks
 from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, LeafReturn, Marks, Root
 from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
-from gradlift.torch.graph import Node, Walk, walk
+from gradlift.torch.graph import Node, Walk, is_spread, walk
 from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe import Probe
+from gradlift.torch.reductions import gathered_parameters
 
 # As far as two exponents of a plan can be apart.
 LARGEST_OFFSET = 120
@@ -191,7 +192,7 @@ class Engine:
         cuts = node.metadata.setdefault(self._marks.cuts, {})
         cut = cuts.get(tensor.output_nr)
         if cut is None:
-            cut = cuts[tensor.output_nr] = Cut(next(self._numbers))
+            cut = cuts[tensor.output_nr] = Cut(next(self._numbers), is_spread(tensor))
             tensor.register_hook(cut)
         if (name, output) not in cut.names:
             cut.names.append((name, output))
@@ -298,7 +299,8 @@ class Engine:
             (keys[edge.cut][0], edge.cut.shift) for edge in found.cuts if edge.cut.shift
         )
         if self._probe is not None:
-            self._probe.attach(found, keys, offsets, self._names.of_parameter, self._leaf_return)
+            named = {**self._names.of_parameter, **gathered_parameters(self.model, self._names)}
+            self._probe.attach(found, keys, offsets, named, self._leaf_return)
 
     def _set_leaves(self, found: Walk, offsets: list[int], gate: Gate) -> None:
         positions: defaultdict[Node, list[int]] = defaultdict(list)

@@ -25,6 +25,7 @@ from gradlift.plan import BINS, Component, Graph, Histogram
 from gradlift.plan import Cut as PlanCut
 from gradlift.torch.cuts import Cut
 from gradlift.torch.graph import DisjointSets, Walk
+from gradlift.torch.reductions import Reduction
 from gradlift.torch.update import has_triton
 
 # Elements counted at once.
@@ -62,6 +63,8 @@ class Probe:
         self._held: set[int] = set()
         self._formats: dict[int, set[str]] = {}
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
+        self.reduction = Reduction()
+        """What becomes of the parameters' gradients after the backward pass."""
 
     def attach(
         self,
@@ -79,8 +82,9 @@ class Probe:
             edge.cut.row = self._row(key, offset, down, up)
         for number, edge in enumerate(walk.leaves):
             # An input, or a parameter that somebody has gathered from its shards.
-            key = parameters.get(id(edge.leaf), f"leaf {number}")
-            row = self._row(key, offsets[edge.component], components[edge.component], None)
+            own = components[edge.component]
+            key = parameters.get(id(edge.leaf), f"leaf {number} of component {own}")
+            row = self._row(key, offsets[edge.component], own, None)
             leaf_return(edge.node).rows[edge.position] = row
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
             self._formats.setdefault(components[component], set()).update(formats_of(node))
@@ -143,6 +147,9 @@ class Probe:
         histograms = {component: Histogram.merge(parts) for component, parts in seen.items()}
         for row, found in leaves:
             self._bound_by_parameter(histograms, self._sets.find(row.downstream), found)
+            if self.reduction.narrow or (self.reduction.bits and row.format == "float16"):
+                loss = self._sets.find(self._loss)
+                self._bound_by_parameter(histograms, loss, found, self.reduction.bits)
         return self._survey(histograms)
 
     def tensors(self, exponent: int) -> dict[str, Histogram]:
@@ -166,14 +173,14 @@ class Probe:
                 yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
 
     def _bound_by_parameter(
-        self, histograms: dict[int, Histogram], component: int, found: Histogram
+        self, histograms: dict[int, Histogram], component: int, found: Histogram, bits: int = 0
     ) -> None:
-        """A parameter's gradient bounds its component's exponent from above."""
+        """A parameter's gradient, ``bits`` larger, bounds a component's exponent from above."""
         known = histograms.get(component)
         peak = found.peak
         if known is not None and peak is not None:
             histograms[component] = known.with_parameters(
-                float("inf") if found.nonfinite else 2.0**peak
+                float("inf") if found.nonfinite else 2.0 ** (peak + bits)
             )
 
     def _survey(self, histograms: Mapping[int, Histogram]) -> Survey:
