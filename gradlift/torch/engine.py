@@ -130,6 +130,11 @@ class Engine:
         return self._probe is not None
 
     @property
+    def recording(self) -> Probe | None:
+        """The probe under way."""
+        return self._probe
+
+    @property
     def can_watch(self) -> bool:
         """Whether outputs can be looked at when something is due; what cannot is said once."""
         return self._handle is not None or self._can_watch()

@@ -28,9 +28,6 @@ from torch import Tensor
 from gradlift.plan import BINS
 from gradlift.torch.probe import Probe, Row
 
-# Bits of a digest that a float64 holds exactly, its square and their sums over ranks included.
-DIGEST_BITS = 20
-
 # float16 holds nothing else: zeros, subnormal and normal exponents, inf and NaN.
 _FLOAT16_BINS = (0, *range(127 - 24, 127 + 16), BINS - 1)
 _ALL_BINS = tuple(range(BINS))
@@ -78,12 +75,10 @@ class Layout:
         )
         return cls(tuple(rows), tuple(components))
 
-    def digest(self) -> tuple[int, int]:
-        """Two whole numbers below 2**``DIGEST_BITS``, the same on every machine."""
-        found = hashlib.blake2b(repr((self.rows, self.components)).encode(), digest_size=8).digest()
-        number = int.from_bytes(found, "little")
-        mask = 2**DIGEST_BITS - 1
-        return number & mask, (number >> DIGEST_BITS) & mask
+    def digest(self) -> int:
+        """A whole number that a float64 holds exactly, the same on every machine."""
+        found = hashlib.blake2b(repr((self.rows, self.components)).encode(), digest_size=6)
+        return int.from_bytes(found.digest(), "little")
 
 
 def pack(layout: Layout, counts: Tensor) -> Tensor:
