@@ -352,7 +352,7 @@ class _Pending:
     def __init__(
         self, step: int, row: InFlight | None, probe: Probe | None, saved: Any = None
     ) -> None:
-        self._step, self._row, self.probe, self._saved = step, row, probe, saved
+        self.step, self._row, self.probe, self._saved = step, row, probe, saved
         self.layout: Layout | None = None
         """What the ranks were told of the probe, until it is made that of all of them."""
 
@@ -382,7 +382,7 @@ class _Pending:
         exponent = _exponent(scale)
         known = math.isfinite(largest) and largest > 0
         return Record(
-            self._step,
+            self.step,
             0 if exponent is None else exponent,
             _exponent(largest / scale) if known else None,
             found > 0,

@@ -224,6 +224,8 @@ class AmongRanks(GradScaler):
     _talk: Talk
     _amaxes: list[Tensor]
     _step_number: int
+    # The step after which the latest probe took effect.
+    _planned_at = -1
 
     def _check_ranks(self) -> None:
         """Refuse to decide alone in a job of several ranks, in which the plans would differ."""
@@ -239,12 +241,15 @@ class AmongRanks(GradScaler):
 
     # What to tell.
 
-    def _remarks(self) -> Tensor:
+    def _remarks(self) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return None
         engine, largest = self._engine, self._amaxes or [self._zero]
         return self._talk.tell(largest, engine.recording, engine.unplanned, engine.can_watch)
 
     def _fingerprint(self) -> int:
-        return fingerprint(*self._course())
+        # A step's number inside a traced graph would have it traced anew at every step.
+        return 0 if torch.compiler.is_compiling() else fingerprint(*self._course())
 
     def _course(self) -> tuple[Any, Any]:
         """What must be equal on all ranks: exponents by name, and what moves them on."""
@@ -283,7 +288,9 @@ class AmongRanks(GradScaler):
             ranks, device = cast(Ranks, self._ranks), cast(Tensor, self._scale).device
             arrived.probe = shared(arrived.probe, layout, heard.alike, ranks, device)
             arrived.probe.reduction = reduction_of(self._engine.model, ranks.size)
-        if heard is not None and heard.unplanned:
+            self._planned_at = self._step_number
+        # A graph that was unplanned before the latest plan may well be in it.
+        if heard is not None and heard.unplanned and arrived.step > self._planned_at:
             self._pilot.next_probe = min(self._pilot.next_probe, self._step_number + 1)
         return heard is None or not heard.disputed
 

@@ -128,6 +128,14 @@ class Agreeing(Remembering):
         state: 0 here, that of the plan where there is one."""
         return 0
 
+    def _remarks(self) -> Tensor | None:
+        """What the ranks should know of each other beside: float64 [any] on the scaler's device,
+        as many on every rank."""
+        return None
+
+    def _hear(self, remarks: Tensor, disputed: Tensor) -> None:
+        """The remarks of all ranks, [ranks, any], in an agreement in which they differed or not."""
+
     def _propose(
         self,
         found_inf: Tensor,
@@ -149,6 +157,7 @@ class Agreeing(Remembering):
                 self._fingerprint(),
                 sums,
                 copy,
+                self._remarks(),
             ),
         )
 
@@ -191,6 +200,8 @@ class Agreeing(Remembering):
         if torch.compiler.is_compiling():
             return verdict
         rows = verdict.rows
+        if rows.shape[1] > agreement.COLUMNS:
+            self._hear(rows[:, agreement.COLUMNS :], verdict.disputed)
         if rows.device.type == "cpu":
             if bool(verdict.disputed):
                 self._refuse(rows.tolist())

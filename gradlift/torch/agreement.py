@@ -59,6 +59,8 @@ class Mine(NamedTuple):
     """float64 [3]: OWN, PLAIN and MESH; None if the norm is not wanted."""
     copy: int = -1
     """Which copy of the mesh this rank is in; -1 if it has no DTensor gradients."""
+    remarks: Tensor | None = None
+    """float64 [any]: more columns, of which nothing is decided here."""
 
 
 class Verdict(NamedTuple):
@@ -73,7 +75,7 @@ class Verdict(NamedTuple):
     disputed: Tensor
     """bool: whether the ranks differ in what must be equal."""
     rows: Tensor
-    """float64 [ranks, COLUMNS]"""
+    """float64 [ranks, COLUMNS and remarks]"""
 
 
 class Exchange:
@@ -82,7 +84,8 @@ class Exchange:
     def __init__(self, ranks: Ranks, mine: Mine) -> None:
         device = mine.scale.device
         dtype = torch.float64 if has_float64(device) else torch.float32
-        self._rows = torch.zeros(ranks.size, COLUMNS, dtype=dtype, device=device)
+        more = 0 if mine.remarks is None else len(mine.remarks)
+        self._rows = torch.zeros(ranks.size, COLUMNS + more, dtype=dtype, device=device)
         _write(self._rows[ranks.me], mine)
         self.measured = mine.squares is not None
         if torch.compiler.is_compiling():
@@ -106,15 +109,17 @@ def _write(row: Tensor, mine: Mine) -> None:
         row[column].copy_(part)
     for column, number in ((SETTINGS, mine.settings), (LOADS, mine.loads), (PLAN, mine.plan)):
         row[column].fill_(number)
+    if mine.remarks is not None:
+        row[COLUMNS:].copy_(mine.remarks)
     if mine.squares is not None:
         row[SQUARES].copy_(mine.squares)
         row[COPY].fill_(mine.copy)
 
 
 def decide(rows: Tensor, measured: bool) -> Verdict:
-    """The decision that follows from all rows, float64 [ranks, COLUMNS]; nothing is read back."""
+    """What follows from all rows, float64 [ranks, COLUMNS or more]; nothing is read back."""
     high, low = rows.amax(0), rows.amin(0)
-    disputed = (high[SCALE:] != low[SCALE:]).any()
+    disputed = (high[SCALE:COLUMNS] != low[SCALE:COLUMNS]).any()
     total = torch.zeros((), dtype=rows.dtype, device=rows.device)
     if measured:
         total, apart = _count_once(rows)
