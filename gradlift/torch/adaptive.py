@@ -154,6 +154,7 @@ class AdaptiveGradScaler(AmongRanks):
             A handle whose ``remove()`` ends it.
         """
         engine = self._engine
+        self.mark_own(module.parameters())
         return module.register_forward_hook(lambda _, args, output: engine.arm(output))
 
     def close(self) -> None:
