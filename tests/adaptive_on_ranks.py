@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -94,6 +95,8 @@ def wrapped(kind, world):
         for number in range(2):
             model.blocks[number] = nn.Sequential(nn.Linear(8, 8), Experts(), nn.Linear(8, 8))
         return model, model
+    if kind == "tensors spread":
+        return spread(model, world)
     if kind.startswith("ddp"):
         views = kind == "ddp views"
         outer = DistributedDataParallel(
@@ -127,6 +130,27 @@ def wrapped(kind, world):
     return model, sharded(model, mesh, policy)
 
 
+def spread(model, world):
+    """DTensors throughout: ops exchange gradients with no autograd Function to show it."""
+    mesh = init_device_mesh("cpu", (world,))
+    placements = {"wide.weight": Shard(0), "wide.bias": Shard(0), "narrow.weight": Shard(1)}
+
+    def place(name, module, mesh):
+        for own, param in list(module.named_parameters(recurse=False)):
+            where = placements.get(f"{name.split('.')[-1]}.{own}", Replicate())
+            module.register_parameter(own, nn.Parameter(distribute_tensor(param, mesh, [where])))
+
+    distribute_module(
+        model,
+        mesh,
+        place,
+        lambda module, inputs, mesh: distribute_tensor(inputs[0], mesh, [Replicate()]),
+        lambda module, output, mesh: output.full_tensor(),
+    )
+    model.head.weight = model.tokens.weight
+    return model, model
+
+
 def sharded(model, mesh, policy=None):
     policy = policy or MixedPrecisionPolicy()
     for block in model.blocks:
@@ -136,7 +160,8 @@ def sharded(model, mesh, policy=None):
 
 def layouts(world):
     kinds = ["ddp", "ddp views", "ddp float16", "fsdp2", "fsdp2 checkpoint"]
-    kinds += ["fsdp2 float16 reduction", "fsdp2 half", "tensor parallel", "experts"]
+    kinds += ["fsdp2 float16 reduction", "fsdp2 half", "tensor parallel"]
+    kinds += ["tensors spread", "experts"]
     return kinds + (["fsdp2 hybrid", "tensor parallel and fsdp2"] if world == 4 else [])
 
 
