@@ -72,6 +72,8 @@ class Phase:
         self._inner = weakref.ref(inner)
         # Ranks that hold copies have to round alike, whatever each of them was seeded with.
         self._seed = 0 if distributed.initialized() else torch.initial_seed() % 2**31
+        self.on_shards = False
+        """Whether the last ``gather`` met DTensors, whose local parts are worked on."""
         self._params: list[Tensor] = []
         self._grads: GradTable | None = None
         self._table: UpdateTable | None = None
@@ -88,6 +90,13 @@ class Phase:
         if optimizer not in _PHASES:
             _PHASES[optimizer] = cls(optimizer)
         return _PHASES[optimizer]
+
+    @classmethod
+    @torch._disable_dynamo
+    def let_go(cls, optimizer: Optimizer) -> None:
+        """Leave the state of ``optimizer`` as torch's own ``step()`` expects it."""
+        if optimizer in _PHASES:
+            _PHASES[optimizer]._state.hand_over()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -116,7 +125,8 @@ class Phase:
         present = [grad for grad in grads if grad is not None]
         if not present:
             return "there are no gradients"
-        if any(type(grad) is not Tensor for grad in present):
+        self.on_shards = any(type(grad) is not Tensor for grad in present)
+        if self.on_shards:
             reason = _refuse_shards(owners, grads)
             if reason is not None:
                 return reason
