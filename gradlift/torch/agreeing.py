@@ -216,10 +216,10 @@ class Agreeing(Remembering):
         """Raise if the ranks were seen to differ, as far as the host knows by now."""
         if self._evidence is None:
             return
-        arrived = self._evidence.tolist() if wait else self._disputes.tick(self._evidence)
+        arrived: Any = self._evidence.tolist() if wait else self._disputes.tick(self._evidence)
         if arrived is not None and any(map(any, arrived)):
             self._evidence = None
-            self._refuse(cast("list[list[float]]", arrived))
+            self._refuse(arrived)
 
     def _refuse(self, rows: list[list[float]]) -> None:
         assert self._ranks is not None

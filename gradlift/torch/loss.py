@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradlift.torch.grads import local
+from gradlift.torch.pipelines import is_rehearsal
 from gradlift.torch.update import has_triton
 
 
@@ -30,6 +31,8 @@ class LossWatch:
 
     def see(self, output: Tensor, device: torch.device) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
+        if is_rehearsal():
+            return
         self.seen = True
         self.outside = self.outside or (output.requires_grad and not self.in_closure)
         if self._taken:
