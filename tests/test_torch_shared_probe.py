@@ -11,7 +11,7 @@ from torch import nn
 from gradlift.plan import BINS
 from gradlift.torch.engine import Engine
 from gradlift.torch.reductions import Reduction, _bits, _divided_after
-from gradlift.torch.shared_probe import Layout, hold, merged, pack, part_of, unpack
+from gradlift.torch.shared_probe import Layout, Place, hold, merged, pack, part_of, unpack
 
 
 class Chain(nn.Module):
@@ -78,7 +78,7 @@ def test_packed_sums_tell_what_the_sum_of_all_rows_tells(half):
 
 
 def test_the_largest_exponent_survives_a_sum_over_many_ranks():
-    layout = Layout((("w", 0, 0, None, "float32"),), (((), True, ()),))
+    layout = Layout((Place("w", 0, 0, None, "float32"),), (((), True, ()),))
     numbers = random.Random(0)
     for _ in range(200):
         ranks = numbers.choice([1, 2, 64, 255])
@@ -148,11 +148,11 @@ def test_ranks_that_drop_different_layers_get_one_survey_for_all():
 
 def test_what_one_rank_joins_is_joined_for_all():
     a = Layout(
-        (("a", 0, 0, 1, "float16"), ("b", 0, 1, 2, "float16")),
+        (Place("a", 0, 0, 1, "float16"), Place("b", 0, 1, 2, "float16")),
         (((), True, ()), (("a",), False, ()), (("b",), False, ())),
     )
     joined = Layout(
-        (("a", 0, 0, 1, "float16"), ("b", 0, 1, 1, "float16")),
+        (Place("a", 0, 0, 1, "float16"), Place("b", 0, 1, 1, "float16")),
         (((), True, ()), (("a", "b"), False, ())),
     )
     row = (0, 120, 4), (1, 121, 4)

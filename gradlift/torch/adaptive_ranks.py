@@ -72,20 +72,20 @@ class Talk:
         self._heard: list[Tensor] = []
 
     def tell(
-        self, largest: Sequence[Tensor], probe: Probe | None, unplanned: bool, watches: bool
+        self, largest: Tensor, probe: Probe | None, unplanned: bool, watches: bool
     ) -> Tensor:
         """This rank's remarks: float64 [REMARKS] on the device of ``largest``.
 
         Args:
-            largest: magnitudes, still scaled: 0-d on one device; at least one.
+            largest: magnitudes, still scaled: float32, of any size but none.
             probe: the one that the step is part of.
             unplanned: whether a graph came along that the plan was not made for.
             watches: whether outputs can be looked at.
         """
         self.layout = None if probe is None else Layout.of(probe)
-        told = torch.zeros(REMARKS, dtype=torch.float64, device=largest[0].device)
+        told = torch.zeros(REMARKS, dtype=torch.float64, device=largest.device)
         # A NaN has no order; what is not finite has no exponent either.
-        told[LARGEST] = torch.stack(list(largest)).amax().nan_to_num(torch.inf, torch.inf)
+        told[LARGEST] = largest.amax().nan_to_num(torch.inf, torch.inf)
         told[LAYOUT].fill_(NO_PROBE if self.layout is None else self.layout.digest())
         told[UNPLANNED].fill_(unplanned)
         told[WATCHES].fill_(watches)
@@ -241,11 +241,17 @@ class AmongRanks(GradScaler):
 
     # What to tell.
 
-    def _remarks(self) -> Tensor | None:
+    def _tell_ranks(self) -> Tensor | None:
         if torch.compiler.is_compiling():
             return None
-        engine, largest = self._engine, self._amaxes or [self._zero]
-        return self._talk.tell(largest, engine.recording, engine.unplanned, engine.can_watch)
+        engine, home = self._engine, self._zero.device
+        largest = [amax.reshape(-1).to(home, non_blocking=True) for amax in self._amaxes]
+        return self._talk.tell(
+            torch.cat(largest) if largest else self._zero,
+            engine.recording,
+            engine.unplanned,
+            engine.can_watch,
+        )
 
     def _fingerprint(self) -> int:
         # A step's number inside a traced graph would have it traced anew at every step.
@@ -261,7 +267,7 @@ class AmongRanks(GradScaler):
 
     # What came of it.
 
-    def _hear(self, remarks: Tensor, disputed: Tensor) -> None:
+    def _hear_ranks(self, remarks: Tensor, disputed: Tensor) -> None:
         self._talk.hear(remarks, disputed)
 
     def _refuse(self, rows: list[list[float]]) -> None:

@@ -128,12 +128,12 @@ class Agreeing(Remembering):
         state: 0 here, that of the plan where there is one."""
         return 0
 
-    def _remarks(self) -> Tensor | None:
+    def _tell_ranks(self) -> Tensor | None:
         """What the ranks should know of each other beside: float64 [any] on the scaler's device,
         as many on every rank."""
         return None
 
-    def _hear(self, remarks: Tensor, disputed: Tensor) -> None:
+    def _hear_ranks(self, remarks: Tensor, disputed: Tensor) -> None:
         """The remarks of all ranks, [ranks, any], in an agreement in which they differed or not."""
 
     def _propose(
@@ -157,7 +157,7 @@ class Agreeing(Remembering):
                 self._fingerprint(),
                 sums,
                 copy,
-                self._remarks(),
+                self._tell_ranks(),
             ),
         )
 
@@ -201,7 +201,7 @@ class Agreeing(Remembering):
             return verdict
         rows = verdict.rows
         if rows.shape[1] > agreement.COLUMNS:
-            self._hear(rows[:, agreement.COLUMNS :], verdict.disputed)
+            self._hear_ranks(rows[:, agreement.COLUMNS :], verdict.disputed)
         if rows.device.type == "cpu":
             if bool(verdict.disputed):
                 self._refuse(rows.tolist())

@@ -35,6 +35,7 @@ from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, LeafReturn, Marks, Ro
 from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.graph import Node, Walk, is_spread, walk
 from gradlift.torch.names import Names, check_offsets
+from gradlift.torch.pipelines import is_rehearsal
 from gradlift.torch.probe import Probe
 from gradlift.torch.reductions import gathered_parameters
 
@@ -215,7 +216,7 @@ class Engine:
             scaled: a tensor, or tensors in lists, tuples or dicts: the losses times the scale.
                 Their own last op must be the multiplication.
         """
-        if not self.watching:
+        if not self.watching or is_rehearsal():
             return
         tensors = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
         new = [(tensor, _edges_below(tensor)) for tensor in tensors]

@@ -1,7 +1,8 @@
 """Pipelines of ``torch.distributed.pipelining``: a loss that is no loss.
 
-Before its first step a schedule calls the loss function once on memory that nobody wrote, to learn
-the shapes of gradients. What such a loss is says nothing about the training, and no step follows.
+Before its first step a schedule runs the stage and the loss function once on memory that nobody
+wrote, forward and backward, to learn the shapes of outputs and gradients. What they hold then says
+nothing about the training, and no step follows.
 torch does not tell a rehearsal from a step, so it is looked for among the callers.
 """
 
@@ -12,19 +13,21 @@ from types import CodeType
 
 import torch
 
+_REHEARSALS = ("_forward_metadata_inference", "_backward_metadata_inference")
+
 
 def is_rehearsal() -> bool:
     """Whether a pipeline stage calls just to learn shapes."""
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is None or torch.compiler.is_compiling():
         return False
-    method = getattr(stages.PipelineStage, "_backward_metadata_inference", None)
-    code = getattr(method, "__code__", None)
-    return code is not None and _is_running(code)
+    methods = [getattr(stages.PipelineStage, name, None) for name in _REHEARSALS]
+    codes = {code for method in methods if (code := getattr(method, "__code__", None)) is not None}
+    return bool(codes) and _is_running(codes)
 
 
-def _is_running(code: CodeType) -> bool:
+def _is_running(codes: set[CodeType]) -> bool:
     frame = sys._getframe()
-    while frame is not None and frame.f_code is not code:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None

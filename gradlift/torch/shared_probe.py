@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +36,22 @@ _BASE_BITS = 8
 _LOWEST, _HIGHEST = 1, BINS - 3
 
 
+class Place(NamedTuple):
+    """What a row of a probe is; see ``probe.Row``. Components are given by their index."""
+
+    key: str
+    offset: int
+    downstream: int
+    upstream: int | None
+    format: str | None
+    narrow: bool = True
+
+
 @dataclass(frozen=True)
 class Layout:
     """What the rows of a probe are, without what they counted."""
 
-    rows: tuple[tuple[str, int, int, int | None, str | None], ...]
-    """Key, offset, downstream, upstream and format of each, components by their index."""
+    rows: tuple[Place, ...]
     components: tuple[tuple[tuple[str, ...], bool, tuple[str, ...]], ...]
     """Keys, whether it is held at the global scale, formats; the loss's component first."""
 
@@ -60,12 +70,13 @@ class Layout:
             formats[index[find(own)]] |= found
         held = {find(own) for own in probe._held}
         rows = (
-            (
+            Place(
                 row.key,
                 row.offset,
                 index[find(row.downstream)],
                 None if row.upstream is None else index[find(row.upstream)],
                 row.format,
+                row.narrow,
             )
             for row in probe.rows
         )
@@ -95,8 +106,8 @@ def pack(layout: Layout, counts: Tensor) -> Tensor:
         float64, one dimension, on the host: whole numbers up to 2**53 add up exactly.
     """
     parts = [
-        _coded_peak(row) if upstream is None else row[list(_bins(format))].double()
-        for (*_, upstream, format), row in zip(layout.rows, counts, strict=True)
+        _coded_peak(row) if place.upstream is None else row[list(_bins(place.format))].double()
+        for place, row in zip(layout.rows, counts, strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
@@ -105,15 +116,15 @@ def unpack(layout: Layout, packed: Tensor) -> Tensor:
     """The counts, int64 of shape (rows, 256), that the sum of ``pack`` over the ranks tells."""
     counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
     at = 0
-    for row, (*_, upstream, format) in zip(counts, layout.rows, strict=True):
-        if upstream is None:
+    for row, place in zip(counts, layout.rows, strict=True):
+        if place.upstream is None:
             code, nonfinite = packed[at : at + 2].tolist()
             at += 2
             row[BINS - 1] = int(nonfinite)
             if code > 0:
                 row[_peak(code)] = 1
         else:
-            bins = _bins(format)
+            bins = _bins(place.format)
             row[list(bins)] = packed[at : at + len(bins)].long()
             at += len(bins)
     return counts
@@ -186,13 +197,13 @@ def _join(probe: Probe, layout: Layout) -> list[int]:
     return numbers
 
 
-def _row(probe: Probe, where: dict[Any, int], row: Sequence[Any], numbers: Sequence[int]) -> int:
-    key, offset, downstream, upstream, format = row
+def _row(probe: Probe, where: dict[Any, int], place: Place, numbers: Sequence[int]) -> int:
+    key, offset, downstream, upstream, format, narrow = place
     down = numbers[downstream]
     up = None if upstream is None else numbers[upstream]
     # Ranks may have different things below the same key; leaves without a name are numbered.
-    place = (key, offset, format, up is None, probe._sets.find(down))
-    if place not in where:
-        where[place] = len(probe.rows)
-        probe.rows.append(Row(key, offset, down, up, format))
-    return where[place]
+    own = (key, offset, format, narrow, up is None, probe._sets.find(down))
+    if own not in where:
+        where[own] = len(probe.rows)
+        probe.rows.append(Row(key, offset, down, up, format, narrow))
+    return where[own]
