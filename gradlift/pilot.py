@@ -123,6 +123,11 @@ class Pilot:
         """
         return dict(self._offsets)
 
+    @property
+    def owners(self) -> Mapping[str, int]:
+        """The component that computes each parameter's gradient, in the last survey."""
+        return self._owners
+
     def saw(
         self,
         record: Record,

@@ -31,12 +31,13 @@ from gradlift.plan import Plan
 from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
 from gradlift.torch import fused, grads
+from gradlift.torch.adaptive_ranks import AmongRanks, Heard, Talk
 from gradlift.torch.engine import Engine
 from gradlift.torch.narrow import Narrow
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
-from gradlift.torch.scaler import GradScaler
+from gradlift.torch.shared_probe import Layout
 from gradlift.torch.update import has_triton
 
 # Steps between a step and what is made of it.
@@ -53,7 +54,7 @@ STATE_KEY = "gradlift_adaptive"
 VERSION = 1
 
 
-class AdaptiveGradScaler(GradScaler):
+class AdaptiveGradScaler(AmongRanks):
     """A ``GradScaler`` that finds its scale from the gradients, for each part of the model.
 
     The loop is ``GradScaler``'s::
@@ -84,7 +85,8 @@ class AdaptiveGradScaler(GradScaler):
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
-        process_group: the ranks that must decide alike.
+        process_group: the ranks that must decide alike, as for ``GradScaler``. In a job of
+            several ranks a model that implies none is refused.
     """
 
     def __init__(
@@ -114,10 +116,12 @@ class AdaptiveGradScaler(GradScaler):
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
+        self._check_ranks()
         self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise)
         self._engine = Engine(model, linear=linear)
         self._step_number = 0
         self._amaxes: list[Tensor] = []
+        self._talk = Talk()
         self._remarks: Remarks | None = None
         self._sizes: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._narrow = Narrow()
@@ -156,6 +160,20 @@ class AdaptiveGradScaler(GradScaler):
             self._engine.follow(self._pilot.offsets)
             self._pilot.next_probe = self._step_number
             self._probe_if_due(self._step_number)
+
+    def stage(self, module: nn.Module) -> Any:
+        """Say that ``module``'s loss is on another rank: a pipeline stage, or a part of one.
+
+        The gradients that come into its outputs, and those that go out of its inputs, are at the
+        global scale; between them its parts have exponents of their own. Call it once, on every
+        rank but those whose stage computes the loss.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        engine = self._engine
+        self.mark_own(module.parameters())
+        return module.register_forward_hook(lambda _, args, output: engine.arm(output))
 
     def close(self) -> None:
         """Stop watching the model; from then on it is a plain ``GradScaler``."""
@@ -262,10 +280,9 @@ class AdaptiveGradScaler(GradScaler):
             return
         sent = self._send()
         super().update(new_scale)
-        probe = self._engine.take()
-        if probe is not None and self._process_group is not None:
-            _sum_over_ranks(probe, self._process_group)
-        self._pending.append(_Pending(self._step_number, sent, probe))
+        pending = _Pending(self._step_number, sent, self._engine.take())
+        pending.layout = self._talk.end()
+        self._pending.append(pending)
         if len(self._pending) > DELAY:
             self._heed(self._pending.popleft())
         self._step_number += 1
@@ -274,7 +291,7 @@ class AdaptiveGradScaler(GradScaler):
     def _send(self) -> InFlight | Remark:
         """What is told of a step, on its way: scale, largest gradient, overflow, bad loss."""
         scale = cast(Tensor, self._scale)
-        if self._process_group is not None or not scale.is_cuda or not has_triton():
+        if self._ranks is not None or not scale.is_cuda or not has_triton():
             return InFlight(self._row())
         if self._remarks is None:
             self._remarks = Remarks(scale.device)
@@ -291,27 +308,25 @@ class AdaptiveGradScaler(GradScaler):
         return torch.cat([amax.reshape(-1).to(home, non_blocking=True) for amax in amaxes])
 
     def _row(self) -> Tensor:
-        """float32 [4] on the device: scale, largest gradient, overflow, bad loss."""
+        """On the device: scale, largest gradient, overflow, bad loss; with ranks also ``Heard``."""
         scale = self._device_state("update")[0].scale
         found, bad_loss = self._overflow_counts(required=False)
         row = torch.stack([scale, self._largest().amax(), found.float(), bad_loss.float()])
-        if self._process_group is not None:
-            torch.distributed.all_reduce(
-                row, op=torch.distributed.ReduceOp.MAX, group=self._process_group
-            )
-        return row
+        return self._talk.add_to(row)
 
     def _heed(self, arrived: _Pending) -> None:
+        if self._ranks is not None and not self._share(arrived):
+            return
         record = arrived.record()
         survey = arrived.survey(record.exponent)
         # Reading the report waits for the device, but only after an overflow.
-        overflowed = self._overflowed() if record.overflow and survey is None else []
+        overflowed = self._overflowed_anywhere() if record.overflow and survey is None else []
         shift = self._pilot.saw(
             record,
             self._step_number,
             survey,
             overflowed=overflowed,
-            blind=self._pilot.plan is None and not self._engine.can_watch,
+            blind=self._pilot.plan is None and not self._watches(arrived),
         )
         if shift:
             scale = cast(Tensor, self._scale)
@@ -342,7 +357,9 @@ class AdaptiveGradScaler(GradScaler):
 
     def _probe_if_due(self, step: int) -> None:
         waiting = any(pending.probed for pending in self._pending)
-        due = step >= self._pilot.next_probe or self._engine.unplanned
+        # Ranks tell each other of unplanned graphs first; see ``AmongRanks``.
+        unplanned = self._engine.unplanned and self._ranks is None
+        due = step >= self._pilot.next_probe or unplanned
         if due and not waiting and not self._engine.pins:
             self._engine.probe()
 
@@ -358,7 +375,7 @@ class AdaptiveGradScaler(GradScaler):
                 "pilot": self._pilot.to_dict(),
                 "pending": [pending.to_dict() for pending in self._pending],
                 "pins": self._engine.pins,
-                "probing": self._engine.probing,
+                "probing": self._engine.probing or any(p.unshared for p in self._pending),
                 "overflowed": self._overflowed(),
                 "wide": sorted(self._engine.wide),
             }
@@ -395,7 +412,7 @@ class AdaptiveGradScaler(GradScaler):
         state["_engine"] = (self._engine.model, self._engine.linear)
         state["_pending"] = None
         state["_amaxes"], state["_remarks"], state["_narrow"] = [], None, None
-        del state["_sizes"]
+        del state["_sizes"], state["_talk"]
         state["_adaptive_state"] = self.state_dict() if self._enabled else None
         return state
 
@@ -405,6 +422,7 @@ class AdaptiveGradScaler(GradScaler):
         model, linear = cast(Any, self._engine)
         self._engine = Engine(model, linear=linear)
         self._pending, self._narrow, self._sizes = deque(), Narrow(), WeakKeyDictionary()
+        self._talk = Talk()
         if saved is not None:
             self.load_state_dict(saved)
 
@@ -415,22 +433,37 @@ class _Pending:
     def __init__(
         self, step: int, row: InFlight | Remark | None, probe: Probe | None, saved: Any = None
     ) -> None:
-        self._step, self._row, self._probe, self._saved = step, row, probe, saved
+        self.step, self._row, self.probe, self._saved = step, row, probe, saved
+        self.layout: Layout | None = None
+        """What the ranks were told of the probe, until it is made that of all of them."""
 
     @property
     def probed(self) -> bool:
-        return self._probe is not None or bool(self._saved and self._saved["survey"])
+        return self.probe is not None or bool(self._saved and self._saved["survey"])
+
+    @property
+    def unshared(self) -> bool:
+        """Whether the probe is this rank's alone, which may not decide anything."""
+        return self.layout is not None
+
+    @property
+    def heard(self) -> Heard | None:
+        """What the ranks told each other in the step; None without ranks."""
+        if self._row is None or self._row.wait().numel() == 4:
+            return None
+        return Heard(*self._row.wait().tolist()[4:])
 
     def record(self) -> Record:
         """The record; waits for it if it must."""
         if self._saved:
             return Record(**self._saved["record"])
         assert self._row is not None
-        scale, largest, found, bad_loss = self._row.wait().tolist()
+        scale, largest, found, bad_loss = self._row.wait().tolist()[:4]
+        largest = largest if self.heard is None else self.heard.largest
         exponent = _exponent(scale)
         known = math.isfinite(largest) and largest > 0
         return Record(
-            self._step,
+            self.step,
             0 if exponent is None else exponent,
             _exponent(largest / scale) if known else None,
             found > 0,
@@ -441,19 +474,19 @@ class _Pending:
         """What a probed step showed, None if nothing was recorded."""
         if self._saved:
             return self._saved["survey"] and Survey.from_dict(self._saved["survey"])
-        if self._probe is None or self._probe.empty:
+        if self.probe is None or self.probe.empty:
             return None
-        return self._probe.survey(exponent)
+        return self.probe.survey(exponent)
 
     def modules(self, exponent: int, engine: Engine) -> tuple[ModuleRecord, ...]:
         """What a probed step showed of each module; nothing if it comes from a checkpoint."""
-        if self._probe is None or self._probe.empty:
+        if self.probe is None or self.probe.empty:
             return ()
-        return module_records(self._probe, exponent, engine.module_order)
+        return module_records(self.probe, exponent, engine.module_order)
 
     def to_dict(self) -> dict[str, Any]:
         record = self.record()
-        survey = self.survey(record.exponent)
+        survey = None if self.unshared else self.survey(record.exponent)
         return {"record": vars(record), "survey": survey and survey.to_dict()}
 
     @classmethod
@@ -466,11 +499,6 @@ class _Pending:
 
 def _exponent(value: float) -> int | None:
     return math.frexp(value)[1] - 1 if value > 0 and math.isfinite(value) else None
-
-
-def _sum_over_ranks(probe: Probe, group: Any) -> None:
-    for counts in probe.counts.values():
-        torch.distributed.all_reduce(counts, group=group)
 
 
 def _check_arguments(

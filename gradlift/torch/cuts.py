@@ -64,15 +64,17 @@ class Gate:
 class Cut:
     """A tensor hook on a module's output. Does nothing until its graph is armed."""
 
-    __slots__ = ("differentiated", "gate", "names", "number", "row", "shift")
+    __slots__ = ("differentiated", "gate", "names", "number", "row", "shift", "spread")
     # torch.save would warn about a hook on the tensor; there is nothing to serialize.
     __torch_unserializable__ = True
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, spread: bool = False) -> None:
         self.number = number
         """Counts up over all cuts, which orders them by their forward."""
         self.names: list[tuple[str, int]] = []
         """(module, which of its outputs) for every module that returned this tensor."""
+        self.spread = spread
+        """Whether the tensor lies on several ranks (a DTensor)."""
         self.differentiated = False
         """Whether a gradient that passed here became part of a graph itself (create_graph)."""
         self.gate: Gate | None = None
@@ -188,6 +190,8 @@ def unlike_armed(gate: Gate, marks: Marks) -> str | None:
     call, at_root = calls[0]
     if tasks.asks_for_an_intermediate(call):
         return "the gradient of an intermediate tensor was asked for (inputs=)"
+    if call.inputs and call.keeps_graph:
+        return "some gradients were asked for (inputs=) and the graph was kept for the others"
     if not all(at_root):
         return "ops that scale() has not seen feed this graph in the same backward pass"
     return None

@@ -33,9 +33,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradlift.torch import tasks
 from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, LeafReturn, Marks, Root
 from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
-from gradlift.torch.graph import Node, Walk, walk
+from gradlift.torch.graph import Node, Walk, is_spread, walk
 from gradlift.torch.names import Names, check_offsets
+from gradlift.torch.pipelines import is_rehearsal
 from gradlift.torch.probe import Probe
+from gradlift.torch.reductions import gathered_parameters
 from gradlift.torch.views import Base, note_base, put_back
 
 # As far as two exponents of a plan can be apart.
@@ -132,6 +134,11 @@ class Engine:
         return self._probe is not None
 
     @property
+    def recording(self) -> Probe | None:
+        """The probe under way."""
+        return self._probe
+
+    @property
     def can_watch(self) -> bool:
         """Whether outputs can be looked at when something is due; what cannot is said once."""
         return self._handle is not None or self._can_watch()
@@ -199,7 +206,7 @@ class Engine:
         cuts = node.metadata.setdefault(self._marks.cuts, {})
         cut = cuts.get(tensor.output_nr)
         if cut is None:
-            cut = cuts[tensor.output_nr] = Cut(next(self._numbers))
+            cut = cuts[tensor.output_nr] = Cut(next(self._numbers), is_spread(tensor))
             tensor.register_hook(cut)
             if tensor._is_view():
                 note_base(tensor, cut, self._marks)
@@ -219,7 +226,7 @@ class Engine:
             scaled: a tensor, or tensors in lists, tuples or dicts: the losses times the scale.
                 Their own last op must be the multiplication.
         """
-        if not self.watching:
+        if not self.watching or is_rehearsal():
             return
         tensors = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
         new = [(tensor, _edges_below(tensor)) for tensor in tensors]
@@ -314,7 +321,8 @@ class Engine:
             (keys[edge.cut][0], edge.cut.shift) for edge in found.cuts if edge.cut.shift
         )
         if self._probe is not None:
-            self._probe.attach(found, keys, offsets, self._names.of_parameter, self._leaf_return)
+            named = {**self._names.of_parameter, **gathered_parameters(self.model, self._names)}
+            self._probe.attach(found, keys, offsets, named, self._leaf_return)
             if self._probe.wide != self.wide:
                 self.wide = self._probe.wide
 

@@ -20,7 +20,9 @@ overflow at the global scale, as it would without cuts. The planner is told of t
 
 Held at the global scale, with the reason in ``Walk.held``: the loss's component; components
 with an autograd Function written in Python or C++ by others, which may do anything to its
-gradient; and components that feed a leaf of a dtype that nobody plans for.
+gradient; components that feed a leaf of a dtype that nobody plans for; and components of DTensors,
+whose ops may add up gradients of several ranks, which would have to be at one exponent in every
+pass.
 """
 
 from __future__ import annotations
@@ -65,6 +67,9 @@ LINEAR = {
     ("torch.nn.parallel.distributed", "_DDPSink"),
     ("torch.nn.modules._functions", "CrossMapLRN2d"),
 }
+
+
+SPREAD = "its tensors are spread over ranks, which exchange their gradients"
 
 
 class CutEdge(NamedTuple):
@@ -193,6 +198,9 @@ class _Search:
             reason = not_planned_for(accumulation.variable)
             if reason:
                 held.setdefault(find(own), reason)
+        for node, slot in self.feeds:
+            if self.cuts[node][slot].spread:
+                held.setdefault(find(index[node]), SPREAD)
         self._join_uses_of_a_leaf(held)
         number = {root: n for n, root in enumerate(sorted({find(i) for i in index.values()} | {0}))}
         return Walk(
@@ -237,6 +245,13 @@ def not_linear(node: Node, linear: frozenset[type]) -> str | None:
 
 def not_planned_for(leaf: torch.Tensor) -> str | None:
     """Why a leaf's gradient cannot be brought back to the global scale, or None."""
+    if is_spread(leaf):
+        return SPREAD
     if leaf.dtype in LEAF_DTYPES:
         return None
     return f"it feeds a {str(leaf.dtype).removeprefix('torch.')} leaf, which has no room"
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, which an op may add up over ranks."""
+    return type(tensor) is not torch.nn.Parameter and hasattr(tensor, "device_mesh")

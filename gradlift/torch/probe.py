@@ -35,6 +35,7 @@ from gradlift.plan import BINS, Component, Graph, Histogram
 from gradlift.plan import Cut as PlanCut
 from gradlift.torch.cuts import Cut
 from gradlift.torch.graph import DisjointSets, Walk
+from gradlift.torch.reductions import Reduction
 from gradlift.torch.update import has_triton
 
 # Elements counted at once.
@@ -79,6 +80,8 @@ class Probe:
         self._formats: dict[int, set[str]] = {}
         """Formats of the gradients that stay inside each component, past no cut."""
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
+        self.reduction = Reduction()
+        """What becomes of the parameters' gradients after the backward pass."""
 
     def attach(
         self,
@@ -96,8 +99,9 @@ class Probe:
             edge.cut.row = self._row(key, offset, down, up)
         for number, edge in enumerate(walk.leaves):
             # An input, or a parameter that somebody has gathered from its shards.
-            key = parameters.get(id(edge.leaf), f"leaf {number}")
-            row = self._row(key, offsets[edge.component], components[edge.component], None)
+            own = components[edge.component]
+            key = parameters.get(id(edge.leaf), f"leaf {number} of component {own}")
+            row = self._row(key, offsets[edge.component], own, None)
             leaf_return(edge.node).rows[edge.position] = row
             self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
             formats = formats_of(edge.node) | {_FORMATS.get(edge.leaf.dtype, "float32")}
@@ -179,6 +183,9 @@ class Probe:
             own = find(row.downstream)
             if found.nonfinite or not self._wide[row.key] or self._format(own) is not None:
                 self._bound_by_parameter(histograms, own, found)
+            if self.reduction.narrow or (self.reduction.bits and row.format == "float16"):
+                loss = find(self._loss)
+                self._bound_by_parameter(histograms, loss, found, self.reduction.bits)
         half = [found for row, found in leaves if row.half_leaf]
         return _with_half_leaves(self._survey(histograms), half)
 
@@ -210,14 +217,14 @@ class Probe:
                 yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
 
     def _bound_by_parameter(
-        self, histograms: dict[int, Histogram], component: int, found: Histogram
+        self, histograms: dict[int, Histogram], component: int, found: Histogram, bits: int = 0
     ) -> None:
-        """A parameter's gradient bounds its component's exponent from above."""
+        """A parameter's gradient, ``bits`` larger, bounds a component's exponent from above."""
         known = histograms.get(component)
         peak = found.peak
         if known is not None and peak is not None:
             histograms[component] = known.with_parameters(
-                float("inf") if found.nonfinite else 2.0**peak
+                float("inf") if found.nonfinite else 2.0 ** (peak + bits)
             )
 
     def _survey(self, histograms: Mapping[int, Histogram]) -> Survey:

@@ -45,6 +45,8 @@ class Call:
     """Autograd nodes that it started from."""
     inputs: tuple[Any, ...]
     """Tensors or gradient edges named in ``inputs=``; empty when it goes to all leaves."""
+    keeps_graph: bool
+    """Whether another pass over the same graph may follow (``retain_graph``)."""
 
 
 def running_calls() -> list[Call]:
@@ -72,7 +74,7 @@ def _read(frame: FrameType) -> Call | None:
     # grad_tensors, retain_graph, create_graph, inputs: torch passes these by position.
     if outputs is None or not isinstance(arguments, tuple) or len(arguments) < 4:
         return None
-    return Call(tuple(_nodes(outputs)), tuple(arguments[3] or ()))
+    return Call(tuple(_nodes(outputs)), tuple(arguments[3] or ()), bool(arguments[1]))
 
 
 def _nodes(outputs: Any) -> Iterator[Any]:

@@ -1,0 +1,218 @@
+"""One probe out of those of several ranks, so that all of them plan from the same numbers.
+
+Every rank records what passes its own cuts. What is to be known of a gradient is then a sum over
+the ranks, and a largest value for each parameter::
+
+    layouts alike       one all-reduce of all rows, packed: the usual case
+    layouts that differ the rows themselves are gathered and matched by their keys; a rank that
+                        lacks a module (a dropped layer, another pipeline stage) adds nothing
+
+Whether the layouts are alike the ranks have agreed beforehand, by a digest that travels with the
+step's own agreement: which collective is issued never depends on what one rank alone can see.
+
+Two graphs that join different things become one that joins both: what two ranks call by the same
+key gets one exponent, and an exponent that fits the union fits every part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradlift.plan import BINS
+from gradlift.torch.probe import Probe, Row
+
+# float16 holds nothing else: zeros, subnormal and normal exponents, inf and NaN.
+_FLOAT16_BINS = (0, *range(127 - 24, 127 + 16), BINS - 1)
+_ALL_BINS = tuple(range(BINS))
+# A sum of 256**peak over fewer than 256 ranks has the largest peak's order of magnitude.
+_BASE_BITS = 8
+_LOWEST, _HIGHEST = 1, BINS - 3
+
+
+class Place(NamedTuple):
+    """What a row of a probe is; see ``probe.Row``. Components are given by their index."""
+
+    key: str
+    offset: int
+    downstream: int
+    upstream: int | None
+    format: str | None
+    wide: bool = False
+    half_leaf: bool = False
+
+    @property
+    def peak_only(self) -> bool:
+        """Whether nothing but its largest exponent is ever asked for."""
+        return self.upstream is None and not self.half_leaf
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the rows of a probe are, without what they counted."""
+
+    rows: tuple[Place, ...]
+    components: tuple[tuple[tuple[str, ...], bool, tuple[str, ...]], ...]
+    """Keys, whether it is held at the global scale, formats; the loss's component first."""
+
+    @classmethod
+    def of(cls, probe: Probe) -> Layout:
+        """The layout as it is now."""
+        find = probe._sets.find
+        roots = [find(probe._loss)]
+        roots += sorted({find(i) for i in range(len(probe._sets.parent))} - {roots[0]})
+        index = {root: n for n, root in enumerate(roots)}
+        keys: list[list[str]] = [[] for _ in roots]
+        for key, own in probe._ids.items():
+            keys[index[find(own)]].append(key)
+        formats: list[set[str]] = [set() for _ in roots]
+        for own, found in probe._formats.items():
+            formats[index[find(own)]] |= found
+        held = {find(own) for own in probe._held}
+        rows = (
+            Place(
+                row.key,
+                row.offset,
+                index[find(row.downstream)],
+                None if row.upstream is None else index[find(row.upstream)],
+                row.format,
+                probe._wide.get(row.key, False),
+                row.half_leaf,
+            )
+            for row in probe.rows
+        )
+        components = (
+            (tuple(keys[n]), root in held, tuple(sorted(formats[n])))
+            for n, root in enumerate(roots)
+        )
+        return cls(tuple(rows), tuple(components))
+
+    def digest(self) -> int:
+        """A whole number that a float64 holds exactly, the same on every machine."""
+        found = hashlib.blake2b(repr((self.rows, self.components)).encode(), digest_size=6)
+        return int.from_bytes(found.digest(), "little")
+
+
+def pack(layout: Layout, counts: Tensor) -> Tensor:
+    """The counts of a layout in a few numbers that can be added up over ranks.
+
+    A cut's row, and that of a float16 parameter, keep the bins that their format has. Of any
+    other parameter's row only the largest exponent and the non-finite elements are asked for.
+
+    Args:
+        layout: what the rows are.
+        counts: int64, shape (rows, 256), on the host.
+
+    Returns:
+        float64, one dimension, on the host: whole numbers up to 2**53 add up exactly.
+    """
+    parts = [
+        _coded_peak(row) if place.peak_only else row[list(_bins(place.format))].double()
+        for place, row in zip(layout.rows, counts, strict=True)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def unpack(layout: Layout, packed: Tensor) -> Tensor:
+    """The counts, int64 of shape (rows, 256), that the sum of ``pack`` over the ranks tells."""
+    counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
+    at = 0
+    for row, place in zip(counts, layout.rows, strict=True):
+        if place.peak_only:
+            code, nonfinite = packed[at : at + 2].tolist()
+            at += 2
+            row[BINS - 1] = int(nonfinite)
+            if code > 0:
+                row[_peak(code)] = 1
+        else:
+            bins = _bins(place.format)
+            row[list(bins)] = packed[at : at + len(bins)].long()
+            at += len(bins)
+    return counts
+
+
+def _bins(format: str | None) -> tuple[int, ...]:
+    return _FLOAT16_BINS if format == "float16" else _ALL_BINS
+
+
+def _coded_peak(row: Tensor) -> Tensor:
+    seen = row[_LOWEST : BINS - 1].nonzero()
+    code = 0.0
+    if len(seen):
+        bin = min(int(seen[-1]) + _LOWEST, _HIGHEST)
+        code = 2.0 ** (_BASE_BITS * (bin - 127))
+    return torch.tensor([code, float(row[BINS - 1])], dtype=torch.float64)
+
+
+def _peak(code: float) -> int:
+    return min((math.frexp(code)[1] - 1) // _BASE_BITS + 127, _HIGHEST)
+
+
+Part = tuple[Layout, list[tuple[int, int, int]]]
+"""A rank's layout, and (row, bin, count) for every count that is not 0."""
+
+
+def part_of(layout: Layout, counts: Tensor) -> Part:
+    """What a rank hands over where layouts differ; ``counts`` as for ``pack``."""
+    places = counts.nonzero().tolist()
+    return layout, [(row, bin, int(counts[row, bin])) for row, bin in places]
+
+
+def merged(parts: Iterable[Part]) -> Probe:
+    """The probe that all parts together make, the same for the same parts in the same order."""
+    probe, found = Probe(), list(parts)
+    numbers = [_join(probe, layout) for layout, _ in found]
+    where: dict[Any, int] = {}
+    counted: list[tuple[int, int, int]] = []
+    for (layout, counts), own in zip(found, numbers, strict=True):
+        rows = [_row(probe, where, row, own) for row in layout.rows]
+        counted += [(rows[row], bin, count) for row, bin, count in counts]
+    counts = torch.zeros((len(probe.rows), BINS), dtype=torch.int64)
+    for row, bin, count in counted:
+        counts[row, bin] += count
+    hold(probe, counts)
+    return probe
+
+
+def hold(probe: Probe, counts: Tensor) -> None:
+    """Makes ``counts`` (int64, rows by 256, on the host) what the probe has seen."""
+    probe.counts = {counts.device: counts} if bool(counts.any()) else {}
+    probe._sent = [(counts, None)]
+
+
+def _join(probe: Probe, layout: Layout) -> list[int]:
+    """The number in the probe's sets of each of a layout's components."""
+    numbers = []
+    for place, (keys, held, formats) in enumerate(layout.components):
+        own = probe._loss if place == 0 else None
+        for key in keys:
+            if key not in probe._ids:
+                probe._ids[key] = probe._sets.add()
+            own = probe._ids[key] if own is None else own
+            probe._sets.join(own, probe._ids[key])
+        own = probe._sets.add() if own is None else own
+        numbers.append(own)
+        if held:
+            probe._held.add(own)
+        probe._formats.setdefault(own, set()).update(formats)
+    return numbers
+
+
+def _row(probe: Probe, where: dict[Any, int], place: Place, numbers: Sequence[int]) -> int:
+    key, offset, downstream, upstream, format, wide, half = place
+    down = numbers[downstream]
+    up = None if upstream is None else numbers[upstream]
+    # Ranks may have different things below the same key; leaves without a name are numbered.
+    own = (key, offset, format, wide, half, up is None, probe._sets.find(down))
+    if own not in where:
+        where[own] = len(probe.rows)
+        probe.rows.append(Row(key, offset, down, up, format, half))
+    if up is None:
+        probe._wide[key] = wide and probe._wide.get(key, True)
+    return where[own]

@@ -1,0 +1,210 @@
+"""The adaptive scaler on 2 and 4 ranks: exact in every layout, and one plan for all.
+
+Real processes over gloo; each number of ranks is launched once and runs every layout
+(``adaptive_on_ranks.py``), and the tests look at what the ranks brought back.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not dist.is_gloo_available(), reason="needs gloo"
+)
+if dist.is_gloo_available():
+    import adaptive_on_ranks as on_ranks
+
+    from gradlift.torch import AdaptiveGradScaler
+
+WORLDS = (4, 2)
+# No room in float16 leaves to bring gradients back in; ops that exchange gradients everywhere.
+HELD = {"fsdp2 half", "tensors spread"}
+
+
+def launch(world, path, saved):
+    """What every rank found; gloo's threads may abort at exit, after all is said and done."""
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(on_ranks.one_rank, (world, path, results, saved), nprocs=world)
+        return [results[rank] for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """By number of ranks; those with fewer go on from the last state of those with more."""
+    found, saved = {}, None
+    for world in WORLDS:
+        found[world] = launch(world, tmp_path_factory.mktemp("ranks") / "rendezvous", saved)
+        saved = found[world][0]["fast"]["states"][-1]
+    return found
+
+
+@pytest.fixture(params=WORLDS)
+def results(ranks, request):
+    return ranks[request.param]
+
+
+def layout_of(world):
+    return [(world, kind) for kind in on_ranks.layouts(world)]
+
+
+@pytest.mark.parametrize(("world", "kind"), [pair for world in WORLDS for pair in layout_of(world)])
+def test_gradients_at_random_exponents_are_exact(ranks, world, kind):
+    for result in ranks[world]:
+        found = result["exactness"][kind]
+        assert found["exact"] == [True] * 4
+        assert found["largest"] > 0
+        for neutral, active in found["outcomes"]:
+            assert neutral is None
+            assert (active == 0) if kind in HELD else active >= 2
+        # Whole parameters that FSDP2 has gathered are known by name.
+        assert len(found["named"]) == 13
+        assert len(found["outcomes"]) == 3
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2 checkpoint"])
+def test_weights_are_those_of_a_plain_scaler(results, kind):
+    for result in results:
+        assert result["training"][kind] == {"exact": True, "skipped": (1, 1)}
+
+
+def equal_at_every_step(runs):
+    for states in zip(*runs, strict=True):
+        for other in states[1:]:
+            assert other == states[0]
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow", "sharded", "drop"])
+def test_all_ranks_hold_one_plan_at_every_step(results, kind):
+    runs = [result[kind]["states"] for result in results]
+    equal_at_every_step(runs)
+    plans = [state["gradlift_adaptive"]["pilot"]["plan"] for state in runs[0]]
+    assert plans[1] is None
+    assert plans[2] is not None
+    assert len({str(plan) for plan in plans}) > 3
+    assert len(plans[-1]["active"]) >= 1
+    # A probe of step 0 is adopted at the end of step 2, and acts in step 3, on every rank.
+    for result in results:
+        active = [count for _, count in result[kind]["active"]]
+        assert active[:3] == [0, 0, 0]
+        assert active[3] >= 1 or kind == "drop"
+        assert all(neutral is None or kind == "drop" for neutral, _ in result[kind]["active"])
+
+
+def test_what_one_rank_finds_all_skip(results):
+    for kind in ("fast", "sharded"):
+        for result in results:
+            assert result[kind]["skipped"] == results[0][kind]["skipped"] >= len(on_ranks.BAD)
+    for result in results:
+        for one, other in zip(
+            result["fast"]["weights"], results[0]["fast"]["weights"], strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+def test_a_slow_rank_changes_nothing(results):
+    for result in results:
+        assert result["slow"]["states"] == result["fast"]["states"]
+        assert result["slow"]["active"] == result["fast"]["active"]
+
+
+def test_sharded_and_replicated_ranks_decide_alike(results):
+    """Both see the same gradients: shards and their largest values make up the whole."""
+    plans = [
+        [state["gradlift_adaptive"]["pilot"]["offsets"] for state in results[0][kind]["states"][:5]]
+        for kind in ("fast", "sharded")
+    ]
+    assert plans[0] == plans[1]
+    assert any(plans[0][-1].values())
+
+
+def test_dropped_layers_are_planned_from_the_ranks_that_had_them(results):
+    offsets = results[0]["drop"]["states"][-1]["gradlift_adaptive"]["pilot"]["offsets"]
+    assert {f"layers.{n}" for n in range(9)} <= set(offsets)
+
+
+def test_room_is_left_for_a_sum_over_ranks_in_float16(results):
+    largest = [result["float16 sums"][1] for result in results]
+    assert all(result["float16 sums"][0] == 0 for result in results)
+    assert 2.0**13 <= max(largest) < 2.0**16
+
+
+def test_a_rank_without_gradients_hangs_nobody(results):
+    equal_at_every_step([result["without"] for result in results])
+    assert results[0]["without"][-1]["gradlift_adaptive"]["pilot"]["plan"] is not None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero bubble"])
+def test_pipeline_stages_are_exact(ranks, schedule):
+    seen = 0
+    for result in ranks[4] + ranks[2]:
+        if schedule not in result["pipelines"]["exact"]:
+            continue
+        seen += 1
+        exact, outcomes = result["pipelines"]["exact"][schedule]
+        assert exact
+        for neutral, active in outcomes:
+            assert active >= 1
+            assert (neutral is None) == (schedule != "zero bubble")
+    assert seen == (2 if schedule == "zero bubble" else 6)
+
+
+def test_pipeline_stages_follow_one_plan(results):
+    equal_at_every_step([result["pipelines"]["states"] for result in results])
+    plan = results[0]["pipelines"]["states"][-1]["gradlift_adaptive"]["pilot"]["plan"]
+    names = {name for component in plan["components"] for name in component["modules"]}
+    assert {f"{n}.{part}{n}" for n in range(len(results)) for part in "ab"} <= names
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("pin", "the exponents of the model's parts"),
+        ("plan", "the exponents of the model's parts"),
+        ("interval", "the step, the next probe or the scaler's settings"),
+    ],
+)
+def test_ranks_that_differ_move_no_weight_and_say_who_and_what(results, kind, what):
+    world = len(results)
+    for rank, result in enumerate(results):
+        said, moved = result["disputes"][kind]
+        assert not moved
+        assert what in said
+        assert f"differ between ranks: on rank {world - 1} from" in said
+        assert f"On this rank, {rank}:" in said
+    told = {"pin": "{'layers.1': 3}", "plan": "layers.0 at +1", "interval": "interval 7"}[kind]
+    assert told in results[-1]["disputes"][kind][0]
+
+
+def test_a_plain_model_without_a_group_is_refused(results):
+    for result in results:
+        assert f"the job has {len(results)} ranks" in result["refusal"]
+        assert "process_group=" in result["refusal"]
+
+
+def test_one_small_message_a_step_and_one_a_probe(results):
+    for result in results:
+        assert any(due for due, _ in result["traffic"])
+        for due, sent in result["traffic"]:
+            assert len(sent) == 1 + due
+            assert 0 < sent[0] <= 128 * len(results)
+            assert not due or 0 < sent[1] < 8192
+
+
+def test_fewer_ranks_go_on_with_scale_and_plan(ranks):
+    saved = ranks[4][0]["fast"]["states"][-1]
+    runs = [result["resumed"]["states"] for result in ranks[2]]
+    equal_at_every_step(runs)
+    before, after = saved["gradlift_adaptive"], runs[0][0]["gradlift_adaptive"]
+    assert after["step"] == before["step"] + 1
+    first = ranks[2][0]["resumed"]["active"][0]
+    assert first == (None, len(before["pilot"]["plan"]["active"]))
+    assert first[1] >= 1
+    alone = AdaptiveGradScaler(on_ranks.Deep(), "cpu", interval=4)
+    alone.load_state_dict(saved)
+    assert alone.get_scale() == saved["scale"]
+    assert alone.plan.to_dict() == before["pilot"]["plan"]
+    alone.close()

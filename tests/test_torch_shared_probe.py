@@ -1,0 +1,202 @@
+"""Probes of several ranks become one: packed sums where they are alike, matched by key if not."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradlift.plan import BINS
+from gradlift.torch.engine import Engine
+from gradlift.torch.reductions import Reduction, _bits, _divided_after
+from gradlift.torch.shared_probe import Layout, Place, hold, merged, pack, part_of, unpack
+
+
+class Chain(nn.Module):
+    """Layers of which some may be left out in a forward."""
+
+    def __init__(self, count=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+    def forward(self, x, without=()):
+        for number, layer in enumerate(self.layers):
+            if number not in without:
+                x = layer(x)
+        return x
+
+
+def probed(model, x, *, without=(), half=False, scale=2.0**10):
+    engine = Engine(model)
+    engine.probe()
+    with torch.autocast("cpu", torch.float16, enabled=half):
+        loss = model(x, without).float().pow(2).sum()
+    scaled = loss * scale
+    engine.arm(scaled)
+    scaled.backward()
+    probe = engine.take()
+    engine.close()
+    return probe
+
+
+def counts_of(probe):
+    return torch.tensor(probe._bins())
+
+
+def rank_probes(count, half, **kwargs):
+    torch.manual_seed(0)
+    model = Chain()
+    return [
+        probed(model, torch.randn(8, 4) * 4.0**rank, half=half, **kwargs) for rank in range(count)
+    ]
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_packed_sums_tell_what_the_sum_of_all_rows_tells(half):
+    probes = rank_probes(3, half)
+    layouts = [Layout.of(probe) for probe in probes]
+    assert len({layout.digest() for layout in layouts}) == 1
+    packed = torch.stack([pack(layouts[0], counts_of(probe)) for probe in probes]).sum(0)
+    whole = sum(counts_of(probe) for probe in probes)
+    found = unpack(layouts[0], packed)
+    for row, mine, all_of_it in zip(probes[0].rows, found, whole, strict=True):
+        if row.upstream is not None:
+            assert torch.equal(mine, all_of_it)
+        else:
+            assert mine[1:255].nonzero()[-1] == all_of_it[1:255].nonzero()[-1]
+    shared, expected = probes[0], rank_probes(3, half)[0]
+    hold(shared, found)
+    hold(expected, whole)
+    assert shared.survey(10) == expected.survey(10)
+    per_cut = 42 if half else BINS
+    cuts = sum(row.upstream is not None for row in shared.rows)
+    leaves = len(shared.rows) - cuts
+    assert cuts == 4
+    assert packed.numel() == cuts * per_cut + leaves * 2
+
+
+def test_the_largest_exponent_survives_a_sum_over_many_ranks():
+    layout = Layout((Place("w", 0, 0, None, "float32"),), (((), True, ()),))
+    numbers = random.Random(0)
+    for _ in range(200):
+        ranks = numbers.choice([1, 2, 64, 255])
+        bins = [numbers.choice([0, numbers.randrange(1, 254)]) for _ in range(ranks)]
+        if numbers.random() < 0.3:
+            bins = [numbers.choice([1, 2, 252, 253])] * ranks
+        rows = [torch.zeros(1, BINS, dtype=torch.int64) for _ in bins]
+        for row, bin in zip(rows, bins, strict=True):
+            row[0, bin] = 5
+        found = unpack(layout, torch.stack([pack(layout, row) for row in rows]).sum(0))
+        assert found[0, 1:255].sum() == (1 if max(bins) else 0)
+        assert not max(bins) or found[0, max(bins)] == 1
+
+
+def test_a_rank_with_inf_makes_the_sum_non_finite():
+    probes = rank_probes(2, True, scale=2.0**15)
+    assert counts_of(probes[1])[:, 255].any()
+    layout = Layout.of(probes[0])
+    packed = pack(layout, counts_of(probes[0])) + pack(layout, counts_of(probes[1]))
+    whole = counts_of(probes[0]) + counts_of(probes[1])
+    assert torch.equal(unpack(layout, packed)[:, 255], whole[:, 255])
+
+
+def test_alike_parts_merge_to_what_a_sum_gives():
+    probes = rank_probes(3, True)
+    layout = Layout.of(probes[0])
+    whole = sum(counts_of(probe) for probe in probes)
+    one = merged(part_of(layout, counts_of(probe)) for probe in probes)
+    hold(probes[0], whole)
+    assert one.survey(10) == probes[0].survey(10)
+
+
+def test_ranks_that_drop_different_layers_get_one_survey_for_all():
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(8, 4)
+    drops = [(1,), (2,), (0, 3)]
+    probes = [probed(model, x, without=without) for without in drops]
+    layouts = [Layout.of(probe) for probe in probes]
+    assert len({layout.digest() for layout in layouts}) == 3
+    parts = [part_of(lay, counts_of(p)) for lay, p in zip(layouts, probes, strict=True)]
+    survey = merged(parts).survey(10)
+    assert survey == merged(parts).survey(10)
+    assert {key for c in survey.graph.components for key in c.modules} >= {
+        f"layers.{i}" for i in range(4)
+    }
+    offsets = {
+        key: 3 * n - 4 for n, c in enumerate(survey.graph.components) if n for key in c.modules
+    }
+    offsets.update(dict.fromkeys(survey.graph.components[survey.graph.loss].modules, 0))
+    for without in [*drops, ()]:
+        grads = []
+        for plan in ({}, offsets):
+            engine = Engine(model)
+            engine.follow(plan)
+            model.zero_grad()
+            scaled = model(x, without).pow(2).sum() * 2.0**10
+            engine.arm(scaled)
+            scaled.backward()
+            assert engine.neutral is None
+            assert bool(engine.active) == bool(plan)
+            engine.close()
+            grads.append([p.grad for p in model.parameters()])
+        for one, other in zip(*grads, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+
+
+def test_what_one_rank_joins_is_joined_for_all():
+    a = Layout(
+        (Place("a", 0, 0, 1, "float16"), Place("b", 0, 1, 2, "float16")),
+        (((), True, ()), (("a",), False, ()), (("b",), False, ())),
+    )
+    joined = Layout(
+        (Place("a", 0, 0, 1, "float16"), Place("b", 0, 1, 1, "float16")),
+        (((), True, ()), (("a", "b"), False, ())),
+    )
+    row = (0, 120, 4), (1, 121, 4)
+    one = merged([(a, list(row)), (joined, list(row))]).survey(0)
+    assert [set(c.modules) for c in one.graph.components] == [set(), {"a", "b"}]
+    held = replace(joined, components=(((), True, ()), (("a", "b"), True, ())))
+    one = merged([(a, list(row)), (held, list(row))]).survey(0)
+    assert one.graph.components[1].pinned == 0
+
+
+def test_a_rank_that_saw_nothing_adds_nothing():
+    probe = rank_probes(1, True)[0]
+    full = part_of(Layout.of(probe), counts_of(probe))
+    empty = (Layout((), (((), False, ()),)), [])
+    assert merged([empty, full]).survey(10) == merged([full]).survey(10)
+    assert merged([empty, empty]).empty
+
+
+@pytest.mark.parametrize(("ranks", "after"), [(1, 1), (2, 1), (4, 2), (8, 2), (64, 8), (6, 2)])
+def test_what_is_left_to_divide_after_an_fsdp_sum(ranks, after):
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    class Group:
+        def size(self):
+            return ranks
+
+    _, post, *_ = _fsdp_collectives._get_gradient_divide_factors(Group(), None, torch.float16)
+    assert _divided_after(ranks) == math.ceil(post) == after
+
+
+def test_a_float16_reduction_bounds_the_global_exponent():
+    def high(reduction):
+        probe = rank_probes(1, True)[0]
+        probe.reduction = reduction
+        survey = probe.survey(10)
+        loss = survey.histograms[survey.graph.loss]
+        return loss.peak
+
+    alone, probe = high(Reduction()), rank_probes(1, True)[0]
+    largest = max(
+        int(counts[1:255].nonzero()[-1]) + 1 - 127 - 10
+        for row, counts in zip(probe.rows, counts_of(probe), strict=True)
+        if row.upstream is None
+    )
+    assert high(Reduction(True, 0)) == max(alone, largest)
+    assert high(Reduction(True, _bits(64))) == largest + 6
+    assert high(Reduction(False, 6)) == alone
