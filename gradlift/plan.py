@@ -9,6 +9,7 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      out of sight above: lower, ask for another probe
     exponents:       the last ones, while they lie in their intervals and little would be gained;
                      otherwise those with the fewest active cuts, see ``potential``
+                     (rule "zhao2019": those that the paper's formula gives, see ``carried``)
 
 What it gave up: a component's histogram does not tell its tensors apart, so a small tensor can
 hide its losses behind a large one; and only the largest parameter gradient is known, so a
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlift.bounds import ANY, NOT_FINITE, Bounds, judge, third
+from gradlift.carried import carry, lower
 from gradlift.forecast import growth, predict
 from gradlift.formats import Format, get
 from gradlift.histogram import BINS, Histogram
@@ -36,6 +38,7 @@ from gradlift.potential import (
     fewest_cuts,
     meet,
 )
+from gradlift.zhao2019 import Passage, Zhao2019
 
 __all__ = [
     "BINS",
@@ -62,6 +65,8 @@ def choose(
     headroom: int = 3,
     last: Plan | None = None,
     forecast: Sequence[int] | None = None,
+    rule: Zhao2019 | None = None,
+    passages: Sequence[Passage] = (),
 ) -> Plan:
     """An exponent for every component.
 
@@ -79,6 +84,9 @@ def choose(
         last: the plan in force; its components are recognised by their modules.
         forecast: bits by which each component's largest gradient is expected to grow until the
             next plan, from ``growth``.
+        rule: the paper's rule instead of the range rule. ``tolerance`` is then its threshold,
+            and intervals serve as ceilings alone.
+        passages: what the probe saw for it; without any the last exponents stay, below those.
     """
     count = len(graph.components)
     _check(count, histograms, tolerance, headroom, forecast)
@@ -92,12 +100,15 @@ def choose(
         for i in range(count)
     ]
     usable = [bounds.interval.usable for bounds in found]
-    exponents = _settle(graph, usable, before, headroom)
+    if rule is None:
+        exponents = _settle(graph, usable, before, headroom)
+        cuts = active_cuts(graph, usable, exponents)
+    else:
+        exponents, cuts = _by_paper(graph, usable, last, before, rule, passages, tolerance, format)
     planned = tuple(
         _outcome(graph.components[i], formats[i], found[i], exponents[i], histograms[i], before[i])
         for i in range(count)
     )
-    cuts = active_cuts(graph, usable, exponents)
     return Plan(format.name, graph.loss, planned, cuts, _reasons(planned, found))
 
 
@@ -231,6 +242,40 @@ def _narrowed(interval: Interval) -> Interval:
         if interval.high - interval.low > 1
         else interval
     )
+
+
+def _by_paper(
+    graph: Graph,
+    usable: Sequence[Interval],
+    last: Plan | None,
+    before: Sequence[Planned | None],
+    rule: Zhao2019,
+    passages: Sequence[Passage],
+    threshold: float,
+    format: Format,
+) -> tuple[list[int], tuple[ActiveCut, ...]]:
+    """The paper's exponents and the cuts they need; its reasons, or those of the last plan."""
+    ceilings = [interval.high for interval in usable]
+    if passages:
+        carried = carry(graph, passages, ceilings, rule=rule, threshold=threshold, format=format)
+    else:
+        loss = last.global_exponent if last else 0
+        known = [planned.exponent if planned else loss for planned in before]
+        carried = lower(graph, known, ceilings)
+    reasons = {cut.name: cut.why for cut in last.active} if last else {}
+    exponents = carried.exponents
+    cuts = tuple(
+        ActiveCut(
+            cut.name,
+            cut.downstream,
+            cut.upstream,
+            exponents[cut.upstream] - exponents[cut.downstream],
+            carried.reasons.get((cut.name, cut.downstream, cut.upstream))
+            or reasons.get(cut.name, "one of its sides overflowed and was lowered"),
+        )
+        for cut in graph.active(exponents)
+    )
+    return exponents, cuts
 
 
 def _outcome(
