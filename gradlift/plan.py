@@ -109,6 +109,8 @@ def choose(
         _outcome(graph.components[i], formats[i], found[i], exponents[i], histograms[i], before[i])
         for i in range(count)
     )
+    if rule is not None:
+        found = [_after(*each) for each in zip(found, planned, before, strict=True)]
     return Plan(format.name, graph.loss, planned, cuts, _reasons(planned, found))
 
 
@@ -276,6 +278,12 @@ def _by_paper(
         for cut in graph.active(exponents)
     )
     return exponents, cuts
+
+
+def _after(bounds: Bounds, planned: Planned, before: Planned | None) -> Bounds:
+    """The same, asking for no look at what was looked at: the formula would not climb further."""
+    same = before is not None and before.exponent == planned.exponent
+    return replace(bounds, unseen="") if same else bounds
 
 
 def _outcome(

@@ -31,10 +31,12 @@ from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
+from gradlift.torch.layer_probe import LayerProbe
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, capturing
 from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.scaler import GradScaler
+from gradlift.zhao2019 import Zhao2019
 
 # Steps between a step and what is made of it.
 DELAY = 2
@@ -69,7 +71,8 @@ class AdaptiveGradScaler(GradScaler):
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step; low, since the first probes climb from it.
         layerwise: whether parts of the model may have exponents of their own.
-        rule: how exponents are chosen; only ``"range"`` so far.
+        rule: how exponents are chosen: ``"range"``, or ``"zhao2019"`` for the paper's formula
+            (a ``gradlift.zhao2019.Zhao2019`` for bounds of its own).
         emulate: not supported yet.
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
@@ -88,19 +91,19 @@ class AdaptiveGradScaler(GradScaler):
         interval: int | None = None,
         init_scale: float = 2.0**8,
         layerwise: bool = True,
-        rule: str = "range",
+        rule: str | Zhao2019 = "range",
         emulate: bool = False,
         enabled: bool = True,
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale, rule, emulate)
+        _check_arguments(model, interval, init_scale, emulate)
         policy = Dynamic(init_scale=init_scale, growth_interval=2**31 - 1, max_scale=2.0**96)
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
-        self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise)
-        self._engine = Engine(model, linear=linear)
+        self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule)
+        self._engine = _engine_for(model, linear, self._pilot)
         self._step_number = 0
         self._amaxes: list[Tensor] = []
         self._loaded_overflowed: list[str] = []
@@ -301,6 +304,7 @@ class AdaptiveGradScaler(GradScaler):
             pilot, overflowed = own["pilot"], [str(name) for name in own.get("overflowed", ())]
         except (KeyError, TypeError) as error:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
+        self._pilot.check(pilot)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self._pilot.load(pilot)
         self._step_number, self._pending = step, pending
@@ -323,7 +327,7 @@ class AdaptiveGradScaler(GradScaler):
         saved = state.pop("_adaptive_state")
         super().__setstate__(state)
         model, linear = cast(Any, self._engine)
-        self._engine = Engine(model, linear=linear)
+        self._engine = _engine_for(model, linear, self._pilot)
         self._pending = deque()
         if saved is not None:
             self.load_state_dict(saved)
@@ -391,11 +395,18 @@ def _exponent(value: float) -> int | None:
 def _sum_over_ranks(probe: Probe, group: Any) -> None:
     for counts in probe.counts.values():
         torch.distributed.all_reduce(counts, group=group)
+    for sums in probe.sums:
+        sums.agree(group)
 
 
-def _check_arguments(
-    model: Any, interval: Any, init_scale: float, rule: str, emulate: bool
-) -> None:
+def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engine:
+    """An engine whose probes see what the pilot's rule goes by."""
+    if pilot.rule is None:
+        return Engine(model, linear=linear)
+    return Engine(model, linear=linear, new_probe=LayerProbe)
+
+
+def _check_arguments(model: Any, interval: Any, init_scale: float, emulate: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
@@ -406,7 +417,5 @@ def _check_arguments(
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
     if math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
-    if rule != "range":
-        raise ValueError(f"rule must be 'range', got {rule!r}")
     if emulate:
         raise ValueError("emulate=True is not supported yet")
