@@ -162,9 +162,11 @@ class _Backwards:
             for branch in self.entering[home]
             if self._home(branch.downstream) in self.found
         ]
-        base = fork(wishes or [0], self.ceilings[home])
+        # What comes back to the loss does not move where it starts from.
+        at_loss, ceiling = home == self.graph.loss, self.ceilings[home]
+        base = fork([0] if at_loss else wishes, ceiling)
         cast = [base + self.formula.cast_step(p, base).exponent for p in self.casts[home]]
-        self.found[home] = fork(cast or [base], self.ceilings[home])
+        self.found[home] = fork([*(cast or [base]), *(wishes if at_loss else ())], ceiling)
 
     def _step(self, branch: _Branch) -> Step:
         """Of a layer, where its product is stored in a narrow format."""

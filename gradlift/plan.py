@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlift.bounds import ANY, NOT_FINITE, Bounds, judge, third
-from gradlift.carried import carry, lower
+from gradlift.carried import Carried, carry, lower
 from gradlift.forecast import growth, predict
 from gradlift.formats import Format, get
 from gradlift.histogram import BINS, Histogram
@@ -105,19 +105,15 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
-    found = _spared(graph, found, min(SPARED, max(headroom - 1, 0)))
-    usable = [bounds.interval.usable for bounds in found]
     if rule is None:
-        exponents = _settle(graph, usable, before, headroom)
-        cuts = active_cuts(graph, usable, exponents)
+        found, exponents, cuts = _by_range(graph, found, before, headroom)
     else:
-        exponents, cuts = _by_paper(graph, usable, last, before, rule, passages, tolerance, format)
+        carried = _carried(graph, found, before, rule, passages, tolerance, format)
+        found, exponents, cuts = _by_paper(graph, found, before, last, carried)
     planned = tuple(
         _outcome(graph.components[i], formats[i], found[i], exponents[i], histograms[i], before[i])
         for i in range(count)
     )
-    if rule is not None:
-        found = [_after(*each) for each in zip(found, planned, before, strict=True)]
     return Plan(format.name, graph.loss, planned, cuts, _reasons(planned, found))
 
 
@@ -269,26 +265,29 @@ def _narrowed(interval: Interval) -> Interval:
     )
 
 
+Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
+
+
+def _by_range(
+    graph: Graph, found: list[Bounds], before: Sequence[Planned | None], headroom: int
+) -> Chosen:
+    """Every component in its interval, with the fewest active cuts."""
+    found = _spared(graph, found, min(SPARED, max(headroom - 1, 0)))
+    usable = [bounds.interval.usable for bounds in found]
+    exponents = _settle(graph, usable, before, headroom)
+    return found, exponents, active_cuts(graph, usable, exponents)
+
+
 def _by_paper(
     graph: Graph,
-    usable: Sequence[Interval],
-    last: Plan | None,
+    found: list[Bounds],
     before: Sequence[Planned | None],
-    rule: Zhao2019,
-    passages: Sequence[Passage],
-    threshold: float,
-    format: Format,
-) -> tuple[list[int], tuple[ActiveCut, ...]]:
-    """The paper's exponents and the cuts they need; its reasons, or those of the last plan."""
-    ceilings = [interval.high for interval in usable]
-    if passages:
-        carried = carry(graph, passages, ceilings, rule=rule, threshold=threshold, format=format)
-    else:
-        loss = last.global_exponent if last else 0
-        known = [planned.exponent if planned else loss for planned in before]
-        carried = lower(graph, known, ceilings)
-    reasons = {cut.name: cut.why for cut in last.active} if last else {}
+    last: Plan | None,
+    carried: Carried,
+) -> Chosen:
+    """What the paper's formula gives, with its reasons or, where it has none, the last plan's."""
     exponents = carried.exponents
+    known = {cut.name: cut.why for cut in last.active} if last else {}
     cuts = tuple(
         ActiveCut(
             cut.name,
@@ -296,17 +295,35 @@ def _by_paper(
             cut.upstream,
             exponents[cut.upstream] - exponents[cut.downstream],
             carried.reasons.get((cut.name, cut.downstream, cut.upstream))
-            or reasons.get(cut.name, "one of its sides overflowed and was lowered"),
+            or known.get(cut.name, "one of its sides overflowed and was lowered"),
         )
         for cut in graph.active(exponents)
     )
-    return exponents, cuts
+    # Another look at the same exponent shows the same: the formula does not climb further.
+    seen = [
+        replace(bounds, unseen="")
+        if planned and planned.exponent == exponent and bounds.unseen != NOT_FINITE
+        else bounds
+        for bounds, planned, exponent in zip(found, before, exponents, strict=True)
+    ]
+    return seen, exponents, cuts
 
 
-def _after(bounds: Bounds, planned: Planned, before: Planned | None) -> Bounds:
-    """The same, asking for no look at what was looked at: the formula would not climb further."""
-    same = before is not None and before.exponent == planned.exponent
-    return replace(bounds, unseen="") if same else bounds
+def _carried(
+    graph: Graph,
+    found: Sequence[Bounds],
+    before: Sequence[Planned | None],
+    rule: Zhao2019,
+    passages: Sequence[Passage],
+    threshold: float,
+    format: Format,
+) -> Carried:
+    ceilings = [bounds.interval.usable.high for bounds in found]
+    if passages:
+        return carry(graph, passages, ceilings, rule=rule, threshold=threshold, format=format)
+    own = before[graph.loss]
+    loss = own.exponent if own else 0
+    return lower(graph, [p.exponent if p else loss for p in before], ceilings)
 
 
 def _outcome(
