@@ -528,6 +528,24 @@ def test_a_wrong_rule_names_the_choices():
 # Ranks and devices.
 
 
+def sharded(x: torch.Tensor, rank: int) -> Any:
+    """The plan of an FSDP2 rank, and the largest weight that it knows of in the first layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = mlp(6, gain=0.6)
+    largest = model[0].weight.abs().max().item()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
+    run.steps(1)
+    found = {p.name: p.weight for p in run.scaler._pending[0].survey(8).passages}
+    assert found["0"].largest == largest
+    run.steps(7)
+    assert run.scaler.plan is not None
+    return run.scales, run.scaler.plan.to_dict()
+
+
 def one_rank(rank: int, path: Any, results: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -539,6 +557,8 @@ def one_rank(rank: int, path: Any, results: Any) -> None:
     run = Run(model, x, small=2.0 ** (-20 + 8 * rank), process_group=group).steps(8)
     assert run.scaler.plan is not None
     results[rank] = (run.scales, run.scaler.plan.to_dict())
+    run.scaler.close()
+    results[f"{rank}, sharded"] = sharded(x, rank)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # torch's gloo threads abort now and then when a process exits by itself
@@ -549,9 +569,10 @@ def test_ranks_of_a_group_follow_one_plan(tmp_path):
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         mp.spawn(one_rank, (tmp_path / "rendezvous", results), nprocs=2)
-        first, second = results[0], results[1]
-    assert first == second
-    assert first[1]["active"]
+        found = dict(results)
+    for one, other in ((0, 1), ("0, sharded", "1, sharded")):
+        assert found[one] == found[other]
+        assert found[one][1]["active"]
 
 
 @pytest.mark.gpu
