@@ -25,6 +25,7 @@ from typing import Any
 from gradlift.formats import Format, get
 from gradlift.plan import Component, Cut, Graph, Histogram, Plan, choose, growth, predict
 from gradlift.potential import MAX_EXPONENT, MIN_EXPONENT
+from gradlift.zhao2019 import Moments, Passage, Zhao2019, check_same, name_of, resolve
 
 DEFAULT_INTERVAL = 200
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
@@ -59,6 +60,8 @@ class Survey:
     """For each component; None where nothing was recorded."""
     owners: Mapping[str, int]
     """The component that computes each parameter's gradient."""
+    passages: tuple[Passage, ...] = ()
+    """What the paper's rule needs of each cut; empty under the range rule."""
 
     def to_dict(self) -> dict[str, Any]:
         """The survey in primitives, for a checkpoint in which it waits for its turn."""
@@ -66,6 +69,7 @@ class Survey:
             "graph": asdict(self.graph),
             "histograms": [h and asdict(h) for h in self.histograms],
             "owners": dict(self.owners),
+            "passages": [asdict(passage) for passage in self.passages],
         }
 
     @classmethod
@@ -76,7 +80,9 @@ class Survey:
                 h and Histogram(**{**h, "counts": tuple((at, n) for at, n in h["counts"])})
                 for h in data["histograms"]
             )
-            return cls(_graph_from_dict(data["graph"]), histograms, dict(data["owners"]))
+            passages = tuple(map(_passage_from_dict, data.get("passages", ())))
+            graph = _graph_from_dict(data["graph"])
+            return cls(graph, histograms, dict(data["owners"]), passages)
         except (KeyError, TypeError) as error:
             raise ValueError(f"a survey in the state is damaged: {error!r}") from error
 
@@ -90,6 +96,7 @@ class Pilot:
         headroom: bits to keep free above the largest gradient.
         interval: steps between probes once everything was in sight.
         layerwise: whether components may have exponents of their own.
+        rule: how exponents are chosen, see ``gradlift.zhao2019.resolve``.
     """
 
     def __init__(
@@ -99,8 +106,9 @@ class Pilot:
         headroom: int,
         interval: int | None = None,
         layerwise: bool = True,
+        rule: str | Zhao2019 = "range",
     ) -> None:
-        self.format = get(format)
+        self.format, self.rule = get(format), resolve(rule, tolerance)
         self.tolerance, self.headroom, self.layerwise = tolerance, headroom, layerwise
         self.interval = DEFAULT_INTERVAL if interval is None else interval
         self.plan: Plan | None = None
@@ -173,7 +181,7 @@ class Pilot:
             graph = replace(graph, components=tuple(replace(c, pinned=0) for c in graph.components))
         self._graph, self._owners = graph, dict(survey.owners)
         forecast = self._forecast(record.step, graph, survey.histograms)
-        plan = self._choose(record, graph, survey.histograms, forecast)
+        plan = self._choose(record, graph, survey.histograms, forecast, survey.passages)
         target = plan.global_exponent
         if record.amax is not None and not record.overflow:
             self._limit = plan.limit(record.amax)
@@ -189,17 +197,20 @@ class Pilot:
         graph: Graph,
         histograms: Sequence[Histogram | None],
         forecast: Sequence[int] | None = None,
+        passages: Sequence[Passage] = (),
     ) -> Plan:
         self.plan = choose(
             graph,
             histograms,
             format=self.format,
             # A component's histogram holds what enters it and what leaves it: half for each, so
-            # that neither can lose more than the tolerance.
-            tolerance=self.tolerance / 2,
+            # that neither can lose more than the tolerance. The paper's rule has no histogram.
+            tolerance=self.tolerance if self.rule else self.tolerance / 2,
             headroom=self.headroom,
             last=self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent),
             forecast=forecast,
+            rule=self.rule,
+            passages=passages,
         )
         for component, offset in zip(self.plan.components, self.plan.offsets, strict=True):
             self._offsets.update(dict.fromkeys(component.modules, offset))
@@ -257,7 +268,9 @@ class Pilot:
             return self._first_guess(expected) if blind else expected
         if not self._at_stake:
             return expected
-        return predict(expected, self._history, limit=self._limit, patience=PATIENCE)
+        target = predict(expected, self._history, limit=self._limit, patience=PATIENCE)
+        # The paper's rule asks for no more than it needs, and does not move between probes.
+        return min(target, expected) if self.rule else target
 
     def _first_guess(self, expected: int) -> int:
         if len(self._known) == 1:
@@ -267,6 +280,7 @@ class Pilot:
     def to_dict(self) -> dict[str, Any]:
         """All that it remembers, in primitives."""
         return {
+            "rule": name_of(self.rule),
             "plan": self.plan and self.plan.to_dict(),
             "next_probe": self.next_probe,
             "limit": self._limit,
@@ -280,7 +294,11 @@ class Pilot:
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Goes on from what ``to_dict`` wrote; a damaged state raises a ``ValueError``."""
+        """Goes on from what ``to_dict`` wrote.
+
+        A damaged state, and one of another rule, raises a ``ValueError``.
+        """
+        self.check(data)
         try:
             plan = data["plan"] and Plan.from_dict(data["plan"])
             graph = data["graph"] and _graph_from_dict(data["graph"])
@@ -301,6 +319,11 @@ class Pilot:
         self._peaks, self._graph, self._owners = peaks, graph, owners
         self._offsets = offsets
 
+    def check(self, data: Any) -> None:
+        """Refuses a state of another rule; those from before there was a choice are range's."""
+        if isinstance(data, Mapping):
+            check_same(data.get("rule", "range"), self.rule)
+
 
 def _depths(graph: Graph) -> dict[int, int]:
     """How many cuts lie between the loss and each component, at least."""
@@ -316,3 +339,8 @@ def _depths(graph: Graph) -> dict[int, int]:
 def _graph_from_dict(data: Mapping[str, Any]) -> Graph:
     components = (Component(**{**c, "modules": tuple(c["modules"])}) for c in data["components"])
     return Graph(tuple(components), tuple(Cut(**cut) for cut in data["cuts"]), data["loss"])
+
+
+def _passage_from_dict(data: Mapping[str, Any]) -> Passage:
+    found = {key: data[key] and Moments(**data[key]) for key in ("gradient", "weight")}
+    return Passage(**{**data, **found})

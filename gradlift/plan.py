@@ -10,6 +10,7 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
     all of them:     where one exponent would serve with a bit or two less of headroom, it does
     exponents:       the last ones, while they lie in their intervals and little would be gained;
                      otherwise those with the fewest active cuts, see ``potential``
+                     (rule "zhao2019": those that the paper's formula gives, see ``carried``)
 
 What it gave up: a component's histogram does not tell its tensors apart, so a small tensor can
 hide its losses behind a large one; and only the largest parameter gradient is known, so a
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlift.bounds import ANY, NOT_FINITE, Bounds, judge, third
+from gradlift.carried import Carried, carry, lower
 from gradlift.forecast import growth, predict
 from gradlift.formats import Format, get
 from gradlift.histogram import BINS, Histogram
@@ -37,6 +39,7 @@ from gradlift.potential import (
     fewest_cuts,
     meet,
 )
+from gradlift.zhao2019 import Passage, Zhao2019
 
 __all__ = [
     "BINS",
@@ -68,6 +71,8 @@ def choose(
     headroom: int = 3,
     last: Plan | None = None,
     forecast: Sequence[int] | None = None,
+    rule: Zhao2019 | None = None,
+    passages: Sequence[Passage] = (),
 ) -> Plan:
     """An exponent for every component.
 
@@ -85,6 +90,9 @@ def choose(
         last: the plan in force; its components are recognised by their modules.
         forecast: bits by which each component's largest gradient is expected to grow until the
             next plan, from ``growth``.
+        rule: the paper's rule instead of the range rule. ``tolerance`` is then its threshold,
+            and intervals serve as ceilings alone.
+        passages: what the probe saw for it; without any the last exponents stay, below those.
     """
     count = len(graph.components)
     _check(count, histograms, tolerance, headroom, forecast)
@@ -97,14 +105,15 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
-    found = _spared(graph, found, min(SPARED, max(headroom - 1, 0)))
-    usable = [bounds.interval.usable for bounds in found]
-    exponents = _settle(graph, usable, before, headroom)
+    if rule is None:
+        found, exponents, cuts = _by_range(graph, found, before, headroom)
+    else:
+        carried = _carried(graph, found, before, rule, passages, tolerance, format)
+        found, exponents, cuts = _by_paper(graph, found, before, last, carried)
     planned = tuple(
         _outcome(graph.components[i], formats[i], found[i], exponents[i], histograms[i], before[i])
         for i in range(count)
     )
-    cuts = active_cuts(graph, usable, exponents)
     name = _format_at_stake(graph, format)
     return Plan(name, graph.loss, planned, cuts, _reasons(planned, found))
 
@@ -260,6 +269,67 @@ def _narrowed(interval: Interval) -> Interval:
         if interval.high - interval.low > 1
         else interval
     )
+
+
+Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
+
+
+def _by_range(
+    graph: Graph, found: list[Bounds], before: Sequence[Planned | None], headroom: int
+) -> Chosen:
+    """Every component in its interval, with the fewest active cuts."""
+    found = _spared(graph, found, min(SPARED, max(headroom - 1, 0)))
+    usable = [bounds.interval.usable for bounds in found]
+    exponents = _settle(graph, usable, before, headroom)
+    return found, exponents, active_cuts(graph, usable, exponents)
+
+
+def _by_paper(
+    graph: Graph,
+    found: list[Bounds],
+    before: Sequence[Planned | None],
+    last: Plan | None,
+    carried: Carried,
+) -> Chosen:
+    """What the paper's formula gives, with its reasons or, where it has none, the last plan's."""
+    exponents = carried.exponents
+    known = {cut.name: cut.why for cut in last.active} if last else {}
+    cuts = tuple(
+        ActiveCut(
+            cut.name,
+            cut.downstream,
+            cut.upstream,
+            exponents[cut.upstream] - exponents[cut.downstream],
+            carried.reasons.get((cut.name, cut.downstream, cut.upstream))
+            or known.get(cut.name, "one of its sides overflowed and was lowered"),
+        )
+        for cut in graph.active(exponents)
+    )
+    # Another look at the same exponent shows the same: the formula does not climb further.
+    seen = [
+        replace(bounds, unseen="")
+        if planned and planned.exponent == exponent and bounds.unseen != NOT_FINITE
+        else bounds
+        for bounds, planned, exponent in zip(found, before, exponents, strict=True)
+    ]
+    return seen, exponents, cuts
+
+
+def _carried(
+    graph: Graph,
+    found: Sequence[Bounds],
+    before: Sequence[Planned | None],
+    rule: Zhao2019,
+    passages: Sequence[Passage],
+    threshold: float,
+    format: Format,
+) -> Carried:
+    ceilings = [bounds.interval.usable.high for bounds in found]
+    if passages:
+        return carry(graph, passages, ceilings, rule=rule, threshold=threshold, format=format)
+    own = before[graph.loss]
+    loss = own.exponent if own else 0
+    return lower(graph, [p.exponent if p else loss for p in before], ceilings)
 
 
 def _outcome(

@@ -21,7 +21,7 @@ if dist.is_gloo_available():
 
 WORLDS = (4, 2)
 # No room in float16 leaves to bring gradients back in; ops that exchange gradients everywhere.
-HELD = {"fsdp2 half", "tensors spread"}
+HELD = {"tensors spread"}
 
 
 def launch(world, path, saved):

@@ -33,12 +33,14 @@ from gradlift.telemetry import ModuleRecord
 from gradlift.torch import fused, grads
 from gradlift.torch.adaptive_ranks import AmongRanks, Heard, Talk
 from gradlift.torch.engine import Engine
+from gradlift.torch.layer_probe import LayerProbe
 from gradlift.torch.narrow import Narrow
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.shared_probe import Layout
 from gradlift.torch.update import has_triton
+from gradlift.zhao2019 import Zhao2019
 
 # Steps between a step and what is made of it.
 DELAY = 2
@@ -80,7 +82,8 @@ class AdaptiveGradScaler(AmongRanks):
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step; low, since the first probes climb from it.
         layerwise: whether parts of the model may have exponents of their own.
-        rule: how exponents are chosen; only ``"range"`` so far.
+        rule: how exponents are chosen: ``"range"``, or ``"zhao2019"`` for the paper's formula
+            (a ``gradlift.zhao2019.Zhao2019`` for bounds of its own).
         emulate: not supported yet.
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
@@ -100,13 +103,13 @@ class AdaptiveGradScaler(AmongRanks):
         interval: int | None = None,
         init_scale: float = 2.0**8,
         layerwise: bool = True,
-        rule: str = "range",
+        rule: str | Zhao2019 = "range",
         emulate: bool = False,
         enabled: bool = True,
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale, rule, emulate)
+        _check_arguments(model, interval, init_scale, emulate)
         policy = Dynamic(
             init_scale=init_scale,
             growth_interval=2**31 - 1,
@@ -117,8 +120,8 @@ class AdaptiveGradScaler(AmongRanks):
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
         self._check_ranks()
-        self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise)
-        self._engine = Engine(model, linear=linear)
+        self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule)
+        self._engine = _engine_for(model, linear, self._pilot)
         self._step_number = 0
         self._amaxes: list[Tensor] = []
         self._talk = Talk()
@@ -396,6 +399,7 @@ class AdaptiveGradScaler(AmongRanks):
             wide = frozenset(str(name) for name in own.get("wide", ()))
         except (KeyError, TypeError) as error:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
+        self._pilot.check(pilot)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self._pilot.load(pilot)
         self._step_number, self._pending = step, pending
@@ -420,7 +424,7 @@ class AdaptiveGradScaler(AmongRanks):
         saved = state.pop("_adaptive_state")
         super().__setstate__(state)
         model, linear = cast(Any, self._engine)
-        self._engine = Engine(model, linear=linear)
+        self._engine = _engine_for(model, linear, self._pilot)
         self._pending, self._narrow, self._sizes = deque(), Narrow(), WeakKeyDictionary()
         self._talk = Talk()
         if saved is not None:
@@ -501,9 +505,14 @@ def _exponent(value: float) -> int | None:
     return math.frexp(value)[1] - 1 if value > 0 and math.isfinite(value) else None
 
 
-def _check_arguments(
-    model: Any, interval: Any, init_scale: float, rule: str, emulate: bool
-) -> None:
+def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engine:
+    """An engine whose probes see what the pilot's rule goes by."""
+    if pilot.rule is None:
+        return Engine(model, linear=linear)
+    return Engine(model, linear=linear, new_probe=LayerProbe)
+
+
+def _check_arguments(model: Any, interval: Any, init_scale: float, emulate: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
@@ -514,7 +523,5 @@ def _check_arguments(
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
     if math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
-    if rule != "range":
-        raise ValueError(f"rule must be 'range', got {rule!r}")
     if emulate:
         raise ValueError("emulate=True is not supported yet")

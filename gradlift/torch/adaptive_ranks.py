@@ -32,6 +32,7 @@ from gradlift.torch.probe import Probe
 from gradlift.torch.reductions import reduction_of
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.shared_probe import Layout
+from gradlift.zhao2019 import name_of
 
 # What a rank adds to its row of the agreement.
 LARGEST, LAYOUT, UNPLANNED, WATCHES = range(4)
@@ -133,6 +134,29 @@ def shared(
     whole = shared_probe.merged([(layout, [])])
     shared_probe.hold(whole, shared_probe.unpack(layout, packed.cpu()))
     return whole
+
+
+def with_sums(
+    whole: Probe,
+    mine: Probe | None,
+    layout: Layout,
+    alike: bool,
+    ranks: Ranks,
+    device: torch.device,
+) -> Probe | None:
+    """The probe of all ranks with the sums that a rule goes by; ``shared`` gave ``whole``.
+
+    None where ranks saw different graphs: what they added up cannot be matched then.
+    """
+    if not alike or mine is None:
+        return None
+    counts = torch.zeros((len(mine.rows), BINS), dtype=torch.int64)
+    counts[: len(layout.rows)] = torch.tensor(whole._bins(), dtype=torch.int64)
+    shared_probe.hold(mine, counts)
+    mine.reduction = whole.reduction
+    for sums in mine.sums:
+        sums.agree(ranks.reduce_, len(layout.rows), device)
+    return mine
 
 
 def gathered(mine: Any, ranks: Ranks) -> list[Any]:
@@ -260,7 +284,8 @@ class AmongRanks(GradScaler):
         engine, pilot = self._engine, self._pilot
         exponents = sorted(engine.offsets.items()), sorted(engine.pins.items())
         settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
-        course = self._step_number, pilot.next_probe, engine.probing, *settings, pilot.layerwise
+        settings += (pilot.layerwise, name_of(pilot.rule))
+        course = self._step_number, pilot.next_probe, engine.probing, *settings
         return exponents, course
 
     # What came of it.
@@ -274,7 +299,7 @@ class AmongRanks(GradScaler):
         own = (
             f"planned {moved or 'nothing'}, pinned {dict(pins) or 'nothing'}",
             "step {}, next probe at {}, probing {}, format {}, tolerance {}, headroom {}, "
-            "interval {}, layerwise {}".format(*course),
+            "interval {}, layerwise {}, rule {}".format(*course),
         )
         reason = explain(rows, cast(Ranks, self._ranks), own)
         if reason is None:
@@ -290,8 +315,13 @@ class AmongRanks(GradScaler):
             arrived.probe = None
         else:
             ranks, device = cast(Ranks, self._ranks), cast(Tensor, self._scale).device
-            arrived.probe = shared(arrived.probe, layout, heard.alike, ranks, device)
+            mine, arrived.probe = (
+                arrived.probe,
+                shared(arrived.probe, layout, heard.alike, ranks, device),
+            )
             arrived.probe.reduction = reduction_of(self._engine.model, ranks.size)
+            if self._pilot.rule is not None:
+                arrived.probe = with_sums(arrived.probe, mine, layout, heard.alike, ranks, device)
             self._planned_at = self._step_number
         # A graph that was unplanned before the latest plan may well be in it.
         if heard is not None and heard.unplanned and arrived.step > self._planned_at:

@@ -23,7 +23,7 @@ import itertools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,10 +53,17 @@ class Engine:
         model: the model whose modules' outputs are the places where the exponent may change.
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its component at the global scale.
+        new_probe: what makes a probe of the model.
     """
 
-    def __init__(self, model: nn.Module, *, linear: Iterable[type] = ()) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        linear: Iterable[type] = (),
+        new_probe: Callable[[nn.Module], Probe] = lambda model: Probe(),
+    ) -> None:
+        self.model, self._new_probe = model, new_probe
         self.active: tuple[tuple[str, int], ...] = ()
         """(key, shift) of the cuts that multiply, in the graph armed last."""
         self.neutral: str | None = None
@@ -116,7 +123,7 @@ class Engine:
 
     def probe(self) -> None:
         """Makes the graphs armed from now on record their gradients, until ``take``."""
-        self._probe = Probe()
+        self._probe = self._new_probe(self.model)
         self._refresh()
 
     def take(self) -> Probe | None:

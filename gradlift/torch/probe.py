@@ -35,6 +35,7 @@ from gradlift.plan import BINS, Component, Graph, Histogram
 from gradlift.plan import Cut as PlanCut
 from gradlift.torch.cuts import Cut
 from gradlift.torch.graph import DisjointSets, Walk
+from gradlift.torch.moments import Sums
 from gradlift.torch.reductions import Reduction
 from gradlift.torch.update import has_triton
 
@@ -205,6 +206,11 @@ class Probe:
         return found
 
     @property
+    def sums(self) -> tuple[Sums, ...]:
+        """What else has been added up, for ranks that must agree on it."""
+        return ()
+
+    @property
     def empty(self) -> bool:
         """Whether no gradient came by."""
         return not self.counts
@@ -228,8 +234,7 @@ class Probe:
             )
 
     def _survey(self, histograms: Mapping[int, Histogram]) -> Survey:
-        find = self._sets.find
-        number = {root: n for n, root in enumerate(sorted({find(i) for i in self._all()}))}
+        find, number = self._sets.find, self.numbers()
         held = {find(component) for component in self._held}
         keys: dict[int, list[str]] = {root: [] for root in number}
         for key, own in self._ids.items():
@@ -257,8 +262,11 @@ class Probe:
         }
         return Survey(graph, tuple(histograms.get(root) for root in number), owners)
 
-    def _all(self) -> range:
-        return range(len(self._sets.parent))
+    def numbers(self) -> dict[int, int]:
+        """The number in the survey's graph of each component, by its root in the sets."""
+        find = self._sets.find
+        roots = {find(i) for i in range(len(self._sets.parent))}
+        return {root: n for n, root in enumerate(sorted(roots))}
 
     def _format(self, root: int) -> str | None:
         """None, the plan's format, where float16 occurs; else the narrowest that does."""

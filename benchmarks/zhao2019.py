@@ -1,0 +1,356 @@
+"""The paper's rule against the range rule: elements flushed and time, on three kinds of nets.
+
+    deep tanh net   120 layers; each makes the gradient smaller, in all by more than fp16 holds
+    VGG detector    convolutions without BatchNorm under two heads of classes and boxes (SSD)
+    ResNet          residual blocks with BatchNorm, the usual case
+
+Each is trained from the same weights on the same batches with torch's scaler, with
+``AdaptiveGradScaler`` by the range rule and by ``rule="zhao2019"``, once with the paper's bounds
+and once without any. Printed for each:
+
+    skipped      optimizer steps that did not happen because a gradient overflowed
+    flushed      share of gradient elements that are zero in fp16 and not in float32 (see
+                 flushed.py), over some steps after the plan has settled: those of the layers'
+                 outputs, of the parameters, and the worst layer's or parameter's
+    cuts         places where the exponent changes
+    step         a step between probes, and its ratio to the range rule's with its 95% interval;
+                 the ways take turns (see turns.py)
+    a probe      what one adds to its step
+
+    PYTHONPATH=. python3 benchmarks/zhao2019.py                      minutes on a CPU
+    PYTHONPATH=. python3 benchmarks/zhao2019.py --device cuda --json zhao2019.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.runs import (  # noqa: E402
+    KINDS,
+    Batch,
+    Run,
+    batches,
+    classify,
+    clusters,
+    conv,
+    patterns,
+    scenes,
+    sgd,
+)
+from benchmarks.turns import (  # noqa: E402
+    Ratio,
+    check_device,
+    check_target,
+    compare,
+    find_environment,
+    take_turns,
+    time_block,
+)
+from benchmarks.wasted_steps import Training, total  # noqa: E402
+from gradlift.torch import AdaptiveGradScaler  # noqa: E402
+from gradlift.zhao2019 import Zhao2019  # noqa: E402
+
+WAYS: dict[str, Any] = {
+    "torch": None,
+    "range": "range",
+    "zhao2019": "zhao2019",
+    "zhao2019, no bounds": Zhao2019(math.inf, math.inf),
+}
+
+# The networks.
+
+
+def build_tanh(depth: int = 120, width: int = 16) -> nn.Module:
+    """(rows, 16) to (rows, 8); forward and backward lose a quarter in each layer."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        linear = nn.Linear(width, width)
+        nn.init.normal_(linear.weight, std=0.75 * width**-0.5)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, KINDS))
+
+
+class Head(nn.Module):
+    """What SSD puts on a feature map: for each cell four classes, one of them none, and a box."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.kind = nn.Conv2d(width, 4, 3, padding=1)
+        self.box = nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, width, h, w) to twice (rows, 4, h, w)."""
+        return self.kind(seen), self.box(seen)
+
+
+class VGGDetector(nn.Module):
+    """VGG's pattern of convolutions and pools with torch's first weights, and two heads."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        wide = 2 * width
+        self.fine = nn.Sequential(
+            *plain(1, width), *plain(width, width), nn.MaxPool2d(2),
+            *plain(width, wide), *plain(wide, wide), nn.MaxPool2d(2),
+            *plain(wide, wide), *plain(wide, wide), *plain(wide, wide),
+        )  # fmt: skip
+        self.coarse = nn.Sequential(
+            nn.MaxPool2d(2), *plain(wide, wide), *plain(wide, wide), *plain(wide, wide)
+        )
+        self.fine_head, self.coarse_head = Head(wide), Head(wide)
+
+    def forward(self, images: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(rows, 1, 16, 16) to classes and boxes on 4 x 4 and on 2 x 2 cells."""
+        fine = self.fine(images)
+        return self.fine_head(fine), self.coarse_head(self.coarse(fine))
+
+
+def plain(inputs: int, outputs: int) -> list[nn.Module]:
+    """Convolution and ReLU."""
+    return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
+
+
+def find_boxes(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy over all cells and smooth L1 of the boxes, as in SSD."""
+    images, cell, kind, box = batch
+    rows = torch.arange(len(cell), device=cell.device)
+    fine, coarse = model(images)
+    losses = []
+    for (kinds, boxes), at in ((fine, cell), (coarse, cell // 8 * 2 + cell % 4 // 2)):
+        kinds, boxes = kinds.float().flatten(2), boxes.float().flatten(2)
+        truth = torch.zeros_like(kinds[:, 0], dtype=torch.int64)
+        truth[rows, at] = kind + 1
+        losses += [F.cross_entropy(kinds, truth), F.smooth_l1_loss(boxes[rows, :, at], box / 16)]
+    return torch.stack(losses).sum()
+
+
+class Block(nn.Module):
+    """Two convolutions beside a short cut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*conv(width, width), *conv(width, width)[:2])
+        self.last = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, width, h, w) to the same."""
+        return self.last(x + self.branch(x))
+
+
+def build_resnet(blocks: int = 3) -> nn.Module:
+    """Two stages of residual blocks; (rows, 1, 8, 8) to (rows, 10)."""
+    first, second = (Block(8) for _ in range(blocks)), (Block(16) for _ in range(blocks))
+    body = [*conv(1, 8), *first, *conv(8, 16, stride=2), *second]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+NETS = (
+    Run("deep tanh net", build_tanh, clusters, 32, classify, sgd(1e-3)),
+    Run("VGG detector", VGGDetector, scenes, 16, find_boxes, sgd(1e-2)),
+    Run("ResNet", build_resnet, patterns, 16, classify, sgd(0.05)),
+)
+
+
+# Measuring.
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to look."""
+
+    settle: int
+    """Steps before anything is counted: the early probes of a run are over by then."""
+    samples: int
+    block: int
+    """Steps in one timed block; more than the two after which a probe is planned from."""
+    rounds: int
+    probes: int
+
+
+FULL = Effort(settle=60, samples=8, block=4, rounds=16, probes=8)
+QUICK = Effort(settle=12, samples=1, block=3, rounds=2, probes=1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One net, one way."""
+
+    net: str
+    way: str
+    skipped: int
+    flushed_outputs: float
+    flushed_parameters: float
+    worst: str
+    flushed_worst: float
+    cuts: int
+    plan: str | None
+    step_ms: float
+    ratio: Ratio
+    """To the range rule."""
+    probe_ms: float | None
+
+
+class Trainer(Training):
+    """A training whose probes the benchmark calls itself once it has settled."""
+
+    def __init__(self, run: Run, way: str, device: torch.device, data: Sequence[Batch]) -> None:
+        super().__init__(run, "torch", device)
+        if WAYS[way] is not None:
+            self.scaler = AdaptiveGradScaler(self.model, device.type, rule=WAYS[way])
+        self.data, self.steps = data, 0
+
+    def take(self, sampled: bool = False) -> None:
+        """One step on the next batch."""
+        self.steps += 1
+        self.step(self.data[self.steps % len(self.data)], sampled)
+
+    def hold_probes(self) -> None:
+        """No probe of its own any more."""
+        if isinstance(self.scaler, AdaptiveGradScaler):
+            self.scaler._pilot.next_probe = 2**40
+
+
+class Turn:
+    """A trainer as ``turns`` times it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def step(self, batches: Sequence[Any], /) -> None:
+        """One step."""
+        self.trainer.take()
+
+
+def time_probes(trainer: Trainer, effort: Effort, device: torch.device) -> float | None:
+    """Seconds that a probe adds to its step; None where there is none."""
+    if not isinstance(trainer.scaler, AdaptiveGradScaler):
+        return None
+    costs = []
+    for number in range(effort.probes):
+        taken = {}
+        # Which comes first changes, so that a drifting clock favours neither.
+        for probed in (False, True) if number % 2 else (True, False):
+            if probed:
+                trainer.scaler._engine.probe()
+            taken[probed], _ = time_block(Turn(trainer), (), effort.block, device)
+            trainer.hold_probes()
+        costs.append((taken[True] - taken[False]) * effort.block)
+    return statistics.median(costs)
+
+
+def measure(run: Run, effort: Effort, device: torch.device) -> list[Outcome]:
+    """One net in all ways."""
+    data = batches(run, 64, device)
+    trainers = {way: Trainer(run, way, device, data) for way in WAYS}
+    for trainer in trainers.values():
+        for number in range(effort.settle + effort.samples):
+            trainer.take(sampled=number >= effort.settle)
+        trainer.hold_probes()
+        time_block(Turn(trainer), (), 4, device)  # a probe may be under way
+        trainer.hold_probes()
+    turns = {way: Turn(trainer) for way, trainer in trainers.items()}
+    timings = take_turns(turns, (), effort.block, effort.rounds, device)
+    walls = {way: timing.wall for way, timing in timings.items()}
+    found = [outcome(run, way, t, walls, effort, device) for way, t in trainers.items()]
+    for trainer in trainers.values():
+        if isinstance(trainer.scaler, AdaptiveGradScaler):
+            trainer.scaler.close()
+    return found
+
+
+def outcome(
+    run: Run,
+    way: str,
+    trainer: Trainer,
+    walls: dict[str, list[float]],
+    effort: Effort,
+    device: torch.device,
+) -> Outcome:
+    """What one way came to."""
+    worst, share = trainer.flushed.worst
+    plan = getattr(trainer.scaler, "plan", None)
+    skipped = trainer.steps - trainer.taken
+    probe = time_probes(trainer, effort, device)
+    return Outcome(
+        net=run.name,
+        way=way,
+        skipped=skipped,
+        flushed_outputs=total(trainer.flushed.outputs),
+        flushed_parameters=total(trainer.flushed.parameters),
+        worst=worst,
+        flushed_worst=share,
+        cuts=len(plan.active) if plan else 0,
+        plan=str(plan).splitlines()[0] if plan else None,
+        step_ms=1e3 * statistics.median(walls[way]),
+        ratio=compare(walls[way], walls["range"]),
+        probe_ms=None if probe is None else 1e3 * probe,
+    )
+
+
+HEADER = f"{'':15}{'':21}{'skipped':>8}{'flushed: outputs':>18}{'parameters':>12}{'worst':>9}{'cuts':>6}{'step':>10}{'to range':>25}{'a probe':>11}"  # noqa: E501
+
+
+def describe(outcome: Outcome) -> str:
+    """One line of the table."""
+    probe = "-" if outcome.probe_ms is None else f"{outcome.probe_ms:.1f} ms"
+    return (
+        f"{outcome.net if outcome.way == next(iter(WAYS)) else '':15}{outcome.way:21}"
+        f"{outcome.skipped:8}{outcome.flushed_outputs:18.3%}{outcome.flushed_parameters:12.3%}"
+        f"{outcome.flushed_worst:9.2%}{outcome.cuts:6}{outcome.step_ms:7.2f} ms"
+        f"{outcome.ratio!s:>25}{probe:>11}"
+    )
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; a mistake ends the program before anything is built."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number here as well")
+    arguments = parser.parse_args(argv)
+    arguments.device = check_device(parser, arguments.device)
+    check_target(parser, arguments.json)
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure everything and print the table."""
+    arguments = parse_arguments(argv)
+    device: torch.device = arguments.device
+    if device.type == "cpu":  # threads would wait for each other longer than they work
+        torch.set_num_threads(1)
+    environment = find_environment(device)
+    print("\n".join(f"{key:9} {value}" for key, value in environment.items()), end="\n\n")
+    print(HEADER, flush=True)
+    outcomes: list[Outcome] = []
+    for run in NETS:
+        found = measure(run, QUICK if arguments.quick else FULL, device)
+        outcomes += found
+        print("\n".join(map(describe, found)))
+        plans = [f"  {o.way}: {o.plan}; worst: {o.worst}" for o in found if o.plan]
+        print("\n".join(plans), flush=True)
+    if arguments.json is not None:
+        record = {"environment": environment, "outcomes": [asdict(o) for o in outcomes]}
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
