@@ -29,6 +29,7 @@ from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import Plan
 from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
+from gradlift.torch import emulate as emulation
 from gradlift.torch import grads
 from gradlift.torch.engine import Engine
 from gradlift.torch.probe import Probe
@@ -63,14 +64,16 @@ class AdaptiveGradScaler(GradScaler):
     Args:
         model: the model that the losses come from.
         device: a device type, as for ``torch.amp.GradScaler``.
-        format: the format that gradients are stored in.
+        format: the format that gradients are stored in; an 8-bit one is that of the gradients
+            of Linear and Conv outputs.
         tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step; low, since the first probes climb from it.
         layerwise: whether parts of the model may have exponents of their own.
         rule: how exponents are chosen; only ``"range"`` so far.
-        emulate: not supported yet.
+        emulate: round those gradients to the 8-bit format: True or ``"nearest"``, or
+            ``"stochastic"``.
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
@@ -89,24 +92,32 @@ class AdaptiveGradScaler(GradScaler):
         init_scale: float = 2.0**8,
         layerwise: bool = True,
         rule: str = "range",
-        emulate: bool = False,
+        emulate: bool | str = False,
         enabled: bool = True,
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale, rule, emulate)
+        _check_arguments(model, interval, init_scale, rule)
+        emulation.check(get(format), emulate)
         policy = Dynamic(init_scale=init_scale, growth_interval=2**31 - 1, max_scale=2.0**96)
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
         self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise)
         self._engine = Engine(model, linear=linear)
+        self._emulate = emulate
+        self._emulation = self._build_emulation()
         self._step_number = 0
         self._amaxes: list[Tensor] = []
         self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
         if self._enabled:
             self._engine.probe()
+
+    def _build_emulation(self) -> emulation.Emulation | None:
+        if not self._enabled or self._pilot.format.bits != 8:
+            return None
+        return emulation.Emulation(self._engine, self._pilot.format, self._emulate)
 
     # What the user may ask and set.
 
@@ -143,6 +154,8 @@ class AdaptiveGradScaler(GradScaler):
         """Stop watching the model; from then on it is a plain ``GradScaler``."""
         self._engine.close()
         self._pending.clear()
+        if self._emulation is not None:
+            self._emulation.close()
 
     _record_delay = DELAY + 1
 
@@ -152,6 +165,8 @@ class AdaptiveGradScaler(GradScaler):
         """``outputs`` times the scale, their graphs ready to run at their exponents."""
         if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
             return super().scale(outputs)
+        if self._emulation is not None:
+            self._emulation.begin(self._step_number)
         self._engine.check(outputs)
         scaled = super().scale(outputs)
         self._engine.arm(scaled)
@@ -314,6 +329,7 @@ class AdaptiveGradScaler(GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_engine"] = (self._engine.model, self._engine.linear)
+        state["_emulation"] = None
         state["_pending"] = None
         state["_amaxes"] = []
         state["_adaptive_state"] = self.state_dict() if self._enabled else None
@@ -324,6 +340,7 @@ class AdaptiveGradScaler(GradScaler):
         super().__setstate__(state)
         model, linear = cast(Any, self._engine)
         self._engine = Engine(model, linear=linear)
+        self._emulation = self._build_emulation()
         self._pending = deque()
         if saved is not None:
             self.load_state_dict(saved)
@@ -393,9 +410,7 @@ def _sum_over_ranks(probe: Probe, group: Any) -> None:
         torch.distributed.all_reduce(counts, group=group)
 
 
-def _check_arguments(
-    model: Any, interval: Any, init_scale: float, rule: str, emulate: bool
-) -> None:
+def _check_arguments(model: Any, interval: Any, init_scale: float, rule: str) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
@@ -408,5 +423,3 @@ def _check_arguments(
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
     if rule != "range":
         raise ValueError(f"rule must be 'range', got {rule!r}")
-    if emulate:
-        raise ValueError("emulate=True is not supported yet")

@@ -157,13 +157,14 @@ class Root:
 class Marks:
     """What an engine writes into the nodes' metadata, under keys of its own."""
 
-    __slots__ = ("cuts", "gate", "leaves", "root")
+    __slots__ = ("cuts", "gate", "leaves", "root", "rounded")
 
     def __init__(self, owner: int) -> None:
         self.gate = f"gradlift.{owner}.gate"
         self.root = f"gradlift.{owner}.root"
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
+        self.rounded = f"gradlift.{owner}.rounded"
 
 
 def makes_a_graph() -> bool:

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
+from gradlift.formats import Format, get
 from gradlift.pilot import Survey
 from gradlift.plan import BINS, Component, Graph, Histogram
 from gradlift.plan import Cut as PlanCut
-from gradlift.torch.cuts import Cut
+from gradlift.torch.cuts import Cut, Gate
 from gradlift.torch.graph import DisjointSets, Walk
 from gradlift.torch.update import has_triton
 
@@ -46,6 +47,8 @@ class Row:
     """Number of the component it goes to; None for a leaf's gradient."""
     format: str | None = None
     """The format it was stored in, once seen."""
+    rounded: Format | None = None
+    """The format it is rounded to inside its component, see ``emulate.py``."""
 
 
 class Probe:
@@ -55,11 +58,12 @@ class Probe:
         self.rows: list[Row] = []
         self.counts: dict[torch.device, torch.Tensor] = {}
         """int64, shape (at least the number of rows, 256), one on each device."""
-        self._where: dict[tuple[str, int, bool], int] = {}
+        self._where: dict[tuple[str, int, Any], int] = {}
         self._sets = DisjointSets()
         self._loss = self._sets.add()
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
+        self._numbers: dict[int, int] = {}
         self._formats: dict[int, set[str]] = {}
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
 
@@ -72,7 +76,7 @@ class Probe:
         leaf_return: Callable[[Any], Any],
     ) -> None:
         """Gives every cut and leaf edge of an armed graph its row."""
-        components = self._number_components(walk, keys)
+        components = self._numbers = self._number_components(walk, keys)
         for edge in walk.cuts:
             key, offset = keys[edge.cut][0], offsets[edge.downstream]
             down, up = components[edge.downstream], components[edge.upstream]
@@ -84,6 +88,18 @@ class Probe:
             leaf_return(edge.node).rows[edge.position] = row
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
             self._formats.setdefault(components[component], set()).update(formats_of(node))
+
+    def attach_rounded(self, walk: Walk, offsets: list[int], gate: Gate, mark: str) -> None:
+        """Gives what is rounded in the graph attached last a row for each component."""
+        for node, component in zip(walk.nodes, walk.component_of, strict=True):
+            for hook in node.metadata.get(mark, {}).values():
+                number, offset = self._numbers[component], offsets[component]
+                where = (f"rounded {number}", offset, hook.format)
+                if where not in self._where:
+                    self._where[where] = len(self.rows)
+                    row = Row(where[0], offset, number, number, rounded=hook.format)
+                    self.rows.append(row)
+                hook.arm(gate, self._where[where])
 
     def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
         numbers = {0: self._loss}
@@ -133,22 +149,36 @@ class Probe:
             exponent: log2 of the loss scale in the step that was probed.
         """
         seen: dict[int, list[Histogram]] = {}
-        leaves: list[tuple[Row, Histogram]] = []
+        bounding: list[tuple[int, Row, Histogram]] = []
+        rounded = self._rounded()
         for row, found in self._records(exponent):
-            if row.upstream is None:
-                leaves.append((row, found))
-                continue
-            for component in {self._sets.find(row.downstream), self._sets.find(row.upstream)}:
-                seen.setdefault(component, []).append(found)
+            for component in self._beside(row):
+                if row.upstream is None or (component in rounded and row.rounded is None):
+                    bounding.append((component, row, found))
+                else:
+                    seen.setdefault(component, []).append(found)
         histograms = {component: Histogram.merge(parts) for component, parts in seen.items()}
-        for row, found in leaves:
-            self._bound_by_parameter(histograms, self._sets.find(row.downstream), found)
+        for component, row, found in bounding:
+            room = _room(row, rounded.get(component))
+            self._bound(histograms, component, found, room)
         return self._survey(histograms)
+
+    def _rounded(self) -> dict[int, Format]:
+        """The components with gradients that are rounded, and the format."""
+        find = self._sets.find
+        return {find(row.downstream): row.rounded for row in self.rows if row.rounded}
+
+    def _beside(self, row: Row) -> set[int]:
+        """The components that a row's gradient is computed in and goes to."""
+        sides = (row.downstream, row.upstream)
+        return {self._sets.find(side) for side in sides if side is not None}
 
     def tensors(self, exponent: int) -> dict[str, Histogram]:
         """A histogram for each cut's key and each parameter's name; waits for the copy."""
         found: dict[str, Histogram] = {}
         for row, histogram in self._records(exponent):
+            if row.rounded:
+                continue
             known = found.get(row.key)
             found[row.key] = Histogram.merge((known, histogram)) if known else histogram
         return found
@@ -165,28 +195,32 @@ class Probe:
             if row.format is not None and any(counts):
                 yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
 
-    def _bound_by_parameter(
-        self, histograms: dict[int, Histogram], component: int, found: Histogram
+    def _bound(
+        self, histograms: dict[int, Histogram], component: int, found: Histogram, room: int
     ) -> None:
-        """A parameter's gradient bounds its component's exponent from above."""
+        """A parameter's gradient bounds its component's exponent from above.
+
+        So does, where gradients are rounded, what is stored beside them in a wider format, with
+        the bits of ``room`` that this has above the narrow one.
+        """
         known = histograms.get(component)
         peak = found.peak
         if known is not None and peak is not None:
             histograms[component] = known.with_parameters(
-                float("inf") if found.nonfinite else 2.0**peak
+                float("inf") if found.nonfinite else 2.0 ** (peak - room)
             )
 
     def _survey(self, histograms: Mapping[int, Histogram]) -> Survey:
         find = self._sets.find
         number = {root: n for n, root in enumerate(sorted({find(i) for i in self._all()}))}
-        held = {find(component) for component in self._held}
+        held, rounded = {find(component) for component in self._held}, self._rounded()
         keys: dict[int, list[str]] = {root: [] for root in number}
         for key, own in self._ids.items():
             keys[find(own)].append(key)
         components = tuple(
             Component(
                 tuple(keys[root]),
-                format=self._format(root),
+                format=self._format(root, rounded),
                 pinned=0 if root in held and root != find(self._loss) else None,
             )
             for root in number
@@ -209,8 +243,11 @@ class Probe:
     def _all(self) -> range:
         return range(len(self._sets.parent))
 
-    def _format(self, root: int) -> str | None:
-        """None, the plan's format, where float16 occurs; else the narrowest that does."""
+    def _format(self, root: int, rounded: Mapping[int, Format]) -> str | None:
+        """None, the plan's format, where it occurs; else the narrowest that does.
+
+        The plan's format is what gradients are rounded to, where some are, or else float16.
+        """
         find = self._sets.find
         seen = {
             row.format
@@ -221,8 +258,10 @@ class Probe:
         for component, formats in self._formats.items():
             if find(component) == root:
                 seen |= formats
-        if "float16" in seen or not seen - {None}:
+        if root in rounded or (not rounded and "float16" in seen) or not seen - {None}:
             return None
+        if "float16" in seen:
+            return "float16"
         return "bfloat16" if "bfloat16" in seen else "float32"
 
     def _bins(self) -> list[list[int]]:
@@ -232,6 +271,11 @@ class Probe:
                 event.synchronize()
             total[: counts.shape[0]] += counts
         return total.tolist()
+
+
+def _room(row: Row, narrow: Format | None) -> int:
+    """Bits by which a row's format reaches above the one that its neighbours are rounded to."""
+    return get(row.format or "float32").max_exponent - narrow.max_exponent if narrow else 0
 
 
 def formats_of(node: Any) -> set[str]:
