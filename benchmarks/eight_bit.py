@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def ideal(model: nn.Module, format: Format | None) -> Iterator[None]:
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if format is not None and output.requires_grad:
-            output.register_hook(lambda grad: round_at_best(grad, format))
+            output.register_hook(partial(round_at_best, format=format))
 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     handles = [layer.register_forward_hook(hook) for layer in layers]

@@ -168,7 +168,10 @@ class Pilot:
         plan = self._choose(record, graph, survey.histograms, forecast)
         target = plan.global_exponent
         if record.amax is not None and not record.overflow:
-            self._limit = plan.limit(record.amax)
+            # Where overflow saturates, a step larger than this one costs little, and room kept
+            # for it would cost bits in all the others.
+            usual = max(self._known) if self.format.saturates else record.amax
+            self._limit = plan.limit(usual)
         if self._at_stake:
             target = min(target, self._limit - max(self._known, default=-MAX_EXPONENT))
         self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0

@@ -75,7 +75,7 @@ class Emulation:
         self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self.seen = False
         """Whether any output has come by."""
-        self._said = False
+        self._begun = 0
         self._close = weakref.finalize(self, _close, _watch(self), self._rounding)
 
     def close(self) -> None:
@@ -85,8 +85,9 @@ class Emulation:
     def begin(self, step: int) -> None:
         """Starts a step's random numbers, which follow from torch's seed and the step."""
         self._rounding.begin(step)
-        if not self.seen and not self._said and self._rounding.mode is not None:
-            self._said = True
+        self._begun += 1
+        # Not at the first: layers under reentrant checkpointing show themselves in the backward.
+        if self._begun == 2 and not self.seen and self._rounding.mode is not None:
             warnings.warn(
                 "gradlift: emulate rounds nothing: no output of a Linear or Conv module of the "
                 "model has been seen (a compiled model is not looked into)",
@@ -125,10 +126,12 @@ class Emulation:
 class RoundedSlot:
     """A hook on the node that made a layer's output, run before the node's own backward."""
 
-    __slots__ = ("gate", "rounding", "row", "slot")
+    __slots__ = ("differentiated", "gate", "rounding", "row", "slot")
 
     def __init__(self, rounding: Rounding, slot: int) -> None:
         self.rounding, self.slot = rounding, slot
+        self.differentiated = False
+        """Whether a gradient that passed here became part of a graph itself (create_graph)."""
         self.gate: Gate | None = None
         self.row = 0
 
@@ -143,8 +146,9 @@ class RoundedSlot:
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         grad, gate = grads[self.slot], self.gate
-        # What becomes part of a graph would be differentiated; the engine is neutral there too.
-        if grad is None or makes_a_graph():
+        # What is differentiated stays exact, in later passes too, as the engine is neutral there.
+        self.differentiated = self.differentiated or makes_a_graph()
+        if grad is None or self.differentiated:
             return None
         if gate is not None and gate.probe is not None and gate.is_open():
             gate.probe.record(self.row, grad)

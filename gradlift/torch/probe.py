@@ -149,18 +149,21 @@ class Probe:
             exponent: log2 of the loss scale in the step that was probed.
         """
         seen: dict[int, list[Histogram]] = {}
-        bounding: list[tuple[int, Row, Histogram]] = []
+        bounding: list[tuple[int, Histogram]] = []
         rounded = self._rounded()
         for row, found in self._records(exponent):
             for component in self._beside(row):
                 if row.upstream is None or (component in rounded and row.rounded is None):
-                    bounding.append((component, row, found))
+                    bounding.append((component, found))
                 else:
                     seen.setdefault(component, []).append(found)
         histograms = {component: Histogram.merge(parts) for component, parts in seen.items()}
-        for component, row, found in bounding:
-            room = _room(row, rounded.get(component))
-            self._bound(histograms, component, found, room)
+        room = {
+            component: get(self._stored(component) or "float32").max_exponent - narrow.max_exponent
+            for component, narrow in rounded.items()
+        }
+        for component, found in bounding:
+            self._bound(histograms, component, found, room.get(component, 0))
         return self._survey(histograms)
 
     def _rounded(self) -> dict[int, Format]:
@@ -248,6 +251,12 @@ class Probe:
 
         The plan's format is what gradients are rounded to, where some are, or else float16.
         """
+        stored = self._stored(root)
+        plans = "float16" if not rounded else None
+        return None if root in rounded or stored == plans else stored
+
+    def _stored(self, root: int) -> str | None:
+        """The narrowest format that gradients are stored in, None where none was seen."""
         find = self._sets.find
         seen = {
             row.format
@@ -258,11 +267,9 @@ class Probe:
         for component, formats in self._formats.items():
             if find(component) == root:
                 seen |= formats
-        if root in rounded or (not rounded and "float16" in seen) or not seen - {None}:
+        if not seen - {None}:
             return None
-        if "float16" in seen:
-            return "float16"
-        return "bfloat16" if "bfloat16" in seen else "float32"
+        return next((name for name in ("float16", "bfloat16") if name in seen), "float32")
 
     def _bins(self) -> list[list[int]]:
         total = torch.zeros((len(self.rows), BINS), dtype=torch.int64)
@@ -271,11 +278,6 @@ class Probe:
                 event.synchronize()
             total[: counts.shape[0]] += counts
         return total.tolist()
-
-
-def _room(row: Row, narrow: Format | None) -> int:
-    """Bits by which a row's format reaches above the one that its neighbours are rounded to."""
-    return get(row.format or "float32").max_exponent - narrow.max_exponent if narrow else 0
 
 
 def formats_of(node: Any) -> set[str]:
