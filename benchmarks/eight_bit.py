@@ -138,7 +138,8 @@ def round_at_best(grad: Tensor, format: Format) -> Tensor:
     _, above = torch.frexp(format.max_value / largest)
     # A gradient of zeros has no best power, nor has one that is not finite.
     exponent = torch.where(largest.isfinite() & (largest > 0), above - 1, 0).clamp(-100, 100)
-    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    # From its bits: torch's ldexp goes through pow, which may be off by one on a GPU.
+    scale = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
     return round_nearest(grad * scale, format) / scale
 
 

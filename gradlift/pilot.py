@@ -220,8 +220,12 @@ class Pilot:
         return self._choose(record, self._graph, histograms).global_exponent
 
     def _wait(self, now: int) -> int:
-        """Early on gradients change fast: look at twice the step, then at every interval."""
-        return min(max(now, 8), self.interval)
+        """Early on gradients change fast: look at twice the step, then at every interval.
+
+        Where there are few bits to spare, look after a quarter of the steps so far.
+        """
+        early = max(now // 4, 3) if self.format.saturates else max(now, 8)
+        return min(early, self.interval)
 
     def _forecast(
         self, step: int, graph: Graph, histograms: Sequence[Histogram | None]
