@@ -260,7 +260,8 @@ class AdaptiveGradScaler(GradScaler):
         if probe is not None and self._process_group is not None:
             _sum_over_ranks(probe, self._process_group)
         self._pending.append(_Pending(self._step_number, sent, probe))
-        if len(self._pending) > DELAY:
+        if len(self._pending) > DELAY or (self._emulation is not None and not self._step_number):
+            # In 8 bits nearly all is lost at a wrong scale: the first step's record is waited for.
             self._heed(self._pending.popleft())
         self._step_number += 1
         self._probe_if_due(self._step_number)
