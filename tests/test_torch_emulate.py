@@ -406,6 +406,39 @@ def test_each_layer_gets_the_exponent_that_its_rounded_gradient_needs(dtype):
         assert error.norm() < 0.05 * exact.norm()
 
 
+def test_what_leaves_the_layer_in_a_wider_format_does_not_bound_it():
+    """Weights of 2**10 make the input's gradient as much larger; the output's alone is rounded."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4)
+    nn.init.constant_(model[1].weight, 2.0**10)
+    scaler, _, _ = settle(model, torch.bfloat16, lambda m: m(x).float().sum(), format=E4M3)
+    assert highest(scaler, "1") == 8 - 3
+    assert highest(scaler, "0") == 8 - 3 - 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
+def test_it_runs_on_a_gpu(mode):
+    model = Spread().cuda()
+    x = torch.randn(64, 6, device="cuda")
+    weights = torch.randn(64, 4, device="cuda").clamp(-2, 2)
+    scaler = AdaptiveGradScaler(model, "cuda", format=E4M3, emulate=mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(6):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = (model(x).float() * weights).sum()
+        scaler.scale(loss).backward()
+        grads = {n: p.grad / scaler.get_scale() for n, p in model.named_parameters()}
+        scaler.step(optimizer)
+        scaler.update()
+    assert highest(scaler, "large") == 4
+    assert highest(scaler, "small") == 22
+    exact = weights.t() @ x
+    for name, factor in (("large", 1.0), ("small", 2.0**-18)):
+        error = grads[f"{name}.weight"] / factor - exact
+        assert error.norm() < 0.1 * exact.norm()
+
+
 def test_with_one_scale_the_small_branch_is_flushed():
     model, x, weights = Spread(), torch.randn(64, 6), torch.randn(64, 4).clamp(-2, 2)
 
