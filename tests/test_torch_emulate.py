@@ -89,6 +89,13 @@ def test_an_expanded_gradient_stays_expanded():
 # Where it happens.
 
 
+def rounding(model, format=E4M3, emulate=True, **options):
+    """A scaler that rounds from its first step on, since its exponents are pinned."""
+    scaler = AdaptiveGradScaler(model, "cpu", format=format, emulate=emulate, **options)
+    scaler.pin({"": 0})
+    return scaler
+
+
 def gradients(model, loss_fn, scaler=None, *args):
     """Each parameter's true gradient after one backward pass."""
     model.zero_grad()
@@ -150,8 +157,9 @@ def whole_numbers(format, shape=(7,)):
 @pytest.mark.parametrize("offsets", [{}, {"first": 9}, {"first": -1, "second": 7}])
 def test_it_is_rounded_at_the_exponent_of_the_layer(format, shape, offsets):
     model, x, weights = whole_numbers(format, shape)
-    scaler = AdaptiveGradScaler(model, "cpu", format=format, emulate=True, init_scale=2.0**4)
-    scaler.pin(offsets)
+    scaler = rounding(model, format, init_scale=2.0**4)
+    if offsets:
+        scaler.pin(offsets)
     found = gradients(model, weighted, scaler, x, weights)
     expected = by_hand(model, x, weights, format, 2.0**4, **offsets)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -187,7 +195,7 @@ def test_the_order_does_not_depend_on_who_came_first():
 
 def test_hooks_on_the_output_come_before_the_rounding():
     model, x, weights = TwoLayers(), torch.randn(7, 6), torch.randn(7, 4)
-    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=1.0)
+    scaler = rounding(model, init_scale=1.0)
     seen = []
 
     def triple(grad):
@@ -206,7 +214,7 @@ def test_hooks_on_the_output_come_before_the_rounding():
 def test_an_op_in_place_on_the_output_changes_nothing(bias, rows):
     layer, weights = nn.Linear(4, 4, bias=bias), torch.randn(*rows, 4)
     x = torch.randn(*rows, 4)
-    scaler = AdaptiveGradScaler(layer, "cpu", format=E5M2, emulate=True, init_scale=1.0)
+    scaler = rounding(layer, E5M2, init_scale=1.0)
 
     def loss(model, in_place):
         out = model(x)
@@ -235,7 +243,7 @@ def test_convolutions_are_rounded(layer, shape):
     x, scale = torch.randn(shape), 4.0
     weights = torch.randn_like(layer(x)) * 2.0**-9
     exact = torch.autograd.grad((layer(x) * round_to(weights * scale, E4M3)).sum(), layer.weight)
-    scaler = AdaptiveGradScaler(layer, "cpu", format=E4M3, emulate=True, init_scale=scale)
+    scaler = rounding(layer, init_scale=scale)
     found = gradients(layer, weighted, scaler, x, weights)
     assert torch.equal(found["weight"], exact[0] / scale)
     assert not torch.equal(found["weight"], gradients(layer, weighted, None, x, weights)["weight"])
@@ -254,7 +262,7 @@ def test_other_layers_and_other_models_are_not_rounded():
 
 def test_a_layer_added_later_is_rounded():
     model, weights = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
-    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=1.0)
+    scaler = rounding(model, init_scale=1.0)
     gradients(model, weighted, scaler, torch.randn(3, 4), weights)
     model.append(nn.Linear(4, 4))
     found = gradients(model, weighted, scaler, torch.randn(3, 4), weights)
@@ -279,7 +287,7 @@ def test_what_the_format_can_hold_is_left_exactly_as_it_was(dtype):
 
     plain = gradients(model, loss)
     for mode in ("nearest", "stochastic"):
-        scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=mode, init_scale=2.0**2)
+        scaler = rounding(model, emulate=mode, init_scale=2.0**2)
         found = gradients(model, loss, scaler)
         assert all(torch.equal(found[name], plain[name]) for name in plain)
 
@@ -288,7 +296,7 @@ def test_what_the_format_can_hold_is_left_exactly_as_it_was(dtype):
 def test_recomputed_layers_are_rounded(reentrant):
     model, x = TwoLayers(), torch.randn(7, 6, requires_grad=True)
     weights = torch.randn(7, 4)
-    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=1.0)
+    scaler = rounding(model, init_scale=1.0)
 
     def loss(model):
         hidden = checkpoint(model.first, x, use_reentrant=reentrant)
@@ -328,16 +336,36 @@ def step_of(model, scaler, x, weights):
 
 
 def test_saturation_skips_nothing_and_lowers_the_exponent():
-    model, x = TwoLayers(), torch.randn(7, 6)
-    weights = torch.full((7, 4), 2.0**8)
-    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=2.0**8)
+    model, x, weights = TwoLayers(), torch.randn(7, 6), torch.ones(7, 4)
+    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True)
+    assert not step_of(model, scaler, x, weights)
+    assert scaler.plan is not None
+    jumped, scale = weights * 2.0**12, scaler.get_scale()
+    found = gradients(model, weighted, scaler, x, jumped)
+    assert torch.equal(found["second.bias"], torch.full((4,), 7 * 448.0 / scale))
+    for _ in range(8):
+        assert not step_of(model, scaler, x, jumped)
+    found = gradients(model, weighted, scaler, x, jumped)
+    assert torch.equal(found["second.bias"], jumped.sum(0))
+
+
+def test_the_first_step_shows_the_plan_its_gradients_unrounded():
+    """At a scale at which E4M3 flushes all, the first plan is as good as any later one."""
+    model, x, weights = TwoLayers(), torch.randn(7, 6), torch.randn(7, 4)
+    exact = gradients(model, weighted, None, x, weights)
+    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=2.0**-20)
     found = gradients(model, weighted, scaler, x, weights)
-    assert torch.equal(found["second.bias"], torch.full((4,), 7 * 448.0 / 2.0**8))
-    skipped = [step_of(model, scaler, x, weights) for _ in range(4)]
-    assert skipped == [False] * 4
-    assert scaler.get_scale() <= 2.0 ** (8 - 3 - 8)
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+    assert not step_of(model, scaler, x, weights)
+    first = scaler.plan
+    for _ in range(8):
+        assert not step_of(model, scaler, x, weights)
+    assert first is not None
+    assert scaler.plan.exponents == first.exponents
     found = gradients(model, weighted, scaler, x, weights)
-    assert torch.equal(found["second.bias"], weights.sum(0))
+    assert not torch.equal(found["first.weight"], exact["first.weight"])
+    for name, grad in exact.items():
+        assert float((found[name] - grad).norm()) < 0.1 * float(grad.norm())
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -523,7 +551,7 @@ def test_random_rounding_follows_from_the_seed_and_the_step():
 
 def test_two_losses_of_one_step_get_numbers_of_their_own():
     model, x, weights = TwoLayers(), torch.randn(7, 6), torch.randn(7, 4)
-    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate="stochastic")
+    scaler = rounding(model, emulate="stochastic")
     found = [gradients(model, weighted, scaler, x, weights)["first.weight"] for _ in range(2)]
     assert not torch.equal(*found)
 
@@ -590,7 +618,7 @@ def test_graphs_are_freed_at_once():
 
 def test_pickled_and_copied_scalers_round_too():
     model, x, weights = TwoLayers(), torch.randn(7, 6), torch.randn(7, 4)
-    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate="nearest", init_scale=1.0)
+    scaler = rounding(model, emulate="nearest", init_scale=1.0)
     expected = gradients(model, weighted, scaler, x, weights)
     for again in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         twin = again._engine.model

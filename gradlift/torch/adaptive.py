@@ -182,7 +182,8 @@ class AdaptiveGradScaler(GradScaler):
         if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
             return super().scale(outputs)
         if self._emulation is not None:
-            self._emulation.begin(self._step_number)
+            calibrating = self._pilot.plan is None and self._engine.probing
+            self._emulation.begin(self._step_number, calibrating=calibrating)
         self._engine.check(outputs)
         scaled = super().scale(outputs)
         self._engine.arm(scaled)

@@ -19,6 +19,8 @@ one: the probe counts before the rounding, so what was too large shows at its si
 exponent goes down. Inf and NaN are kept, though hardware casts may turn them into the largest
 value, because an overflow in the wider format would then be lost in silence.
 
+The step that the first plan is made of is not rounded, see ``Emulation.begin``.
+
 Outputs are seen through a global forward hook, as in the engine: nothing is left on the model.
 """
 
@@ -82,9 +84,17 @@ class Emulation:
         """Stops for good; graphs that wait for their backward are not rounded either."""
         self._close()
 
-    def begin(self, step: int) -> None:
-        """Starts a step's random numbers, which follow from torch's seed and the step."""
+    def begin(self, step: int, *, calibrating: bool = False) -> None:
+        """Starts a step's random numbers, which follow from torch's seed and the step.
+
+        Args:
+            step: its number.
+            calibrating: round nothing in it. A gradient has come through the layers after it:
+                where those have flushed theirs, at a scale that nobody has chosen yet, the first
+                probe would show nothing to plan by.
+        """
         self._rounding.begin(step)
+        self._rounding.calibrating = calibrating
         self._begun += 1
         # Not at the first: layers under reentrant checkpointing show themselves in the backward.
         if self._begun == 2 and not self.seen and self._rounding.mode is not None:
@@ -152,7 +162,7 @@ class RoundedSlot:
             return None
         if gate is not None and gate.probe is not None and gate.is_open():
             gate.probe.record(self.row, grad)
-        if self.rounding.mode is None:
+        if self.rounding.mode is None or self.rounding.calibrating:
             return None
         return (*grads[: self.slot], self.rounding(grad), *grads[self.slot + 1 :])
 
@@ -164,6 +174,7 @@ class Rounding:
         self.format = format
         self.mode = mode
         """``"nearest"``, ``"stochastic"`` or None, which rounds nothing."""
+        self.calibrating = False
         self._first = torch.initial_seed()
         self._step, self._seed = 0, self._first
         self._generators: dict[torch.device, torch.Generator] = {}
