@@ -42,13 +42,13 @@ class TwoTasks(nn.Module):
         return self.main(x), self.auxiliary(x)
 
 
-def train_two_tasks(seed, steps=150, **options):
+def train_two_tasks(seed, steps=250, **options):
     """Both losses, mean of the last steps; the options are the scaler's, none trains in bf16."""
     chance = torch.Generator().manual_seed(seed)
     centres = torch.randn(4, 8, generator=chance)
     torch.manual_seed(seed)
     model = TwoTasks()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-12)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-12)
     scaler = AdaptiveGradScaler(model, "cpu", enabled=bool(options), **options)
     seen = []
     for _ in range(steps):
@@ -74,9 +74,10 @@ def test_planned_exponents_train_what_one_scale_flushes(seed):
     planned = train_two_tasks(seed, format=E4M3, emulate=True)
     one = train_two_tasks(seed, format=E4M3, emulate=True, layerwise=False)
     assert max(exact) < 0.85
-    assert planned == pytest.approx(exact, abs=0.05)
-    assert one[0] == pytest.approx(exact[0], abs=0.05)
-    assert one[1] > 1.2
+    assert planned == pytest.approx(exact, abs=0.01)
+    assert one[0] == pytest.approx(exact[0], abs=0.01)
+    # All that it learns comes from the first step, which is not rounded, through Adam's memory.
+    assert one[1] > exact[1] + 0.25
 
 
 def test_random_rounding_trains_as_well():
