@@ -53,6 +53,11 @@ class Format:
         """Exponent of the smallest value above 0."""
         return self.min_exponent - self.mantissa_bits
 
+    @property
+    def saturates(self) -> bool:
+        """Whether what is too large becomes the largest value: casts to 8 bits do that."""
+        return self.bits == 8
+
 
 FORMATS = {
     format.name: format

@@ -184,7 +184,10 @@ class Pilot:
         plan = self._choose(record, graph, survey.histograms, forecast, survey.passages)
         target = plan.global_exponent
         if record.amax is not None and not record.overflow:
-            self._limit = plan.limit(record.amax)
+            # Where overflow saturates, a step larger than this one costs little, and room kept
+            # for it would cost bits in all the others.
+            usual = max(self._known) if self.format.saturates else record.amax
+            self._limit = plan.limit(usual)
         if self._at_stake:
             target = min(target, self._limit - max(self._known, default=-MAX_EXPONENT))
         self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0
@@ -237,8 +240,12 @@ class Pilot:
         return min(chosen, record.exponent + self._shifted_since(record.step))
 
     def _wait(self, now: int) -> int:
-        """Early on gradients change fast: look at twice the step, then at every interval."""
-        return min(max(now, 8), self.interval)
+        """Early on gradients change fast: look at twice the step, then at every interval.
+
+        Where there are few bits to spare, look after a quarter of the steps so far.
+        """
+        early = max(now // 4, 3) if self.format.saturates else max(now, 8)
+        return min(early, self.interval)
 
     def _forecast(
         self, step: int, graph: Graph, histograms: Sequence[Histogram | None]

@@ -151,6 +151,19 @@ def test_any_float_tensor_keeps_its_dtype_and_shape(name, dtype):
     assert round_to(torch.tensor(3.3, requires_grad=True), name).requires_grad is False
 
 
+@pytest.mark.parametrize("wide", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_every_code_of_every_narrow_dtype_rounds_as_torchs_cast_does(name, wide):
+    x = codes(wide).to(getattr(torch, wide))
+    limit = get(name).max_value
+    # Clamped, so that overflow, which differs between versions of torch, plays no part.
+    clamped = x.to(torch.float32).clamp(-limit, limit)
+    expected = clamped.to(getattr(torch, name)).to(x.dtype)
+    y = round_to(x, name)
+    assert y.dtype == x.dtype
+    assert same_bits(y.to(torch.float64), expected.to(torch.float64))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("saturate", [True, False])
 def test_python_floats_round_like_tensors(name, saturate):

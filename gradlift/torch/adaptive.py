@@ -30,6 +30,7 @@ from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import Plan
 from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
+from gradlift.torch import emulate as emulation
 from gradlift.torch import fused, grads
 from gradlift.torch.adaptive_ranks import AmongRanks, Heard, Talk
 from gradlift.torch.engine import Engine
@@ -76,7 +77,8 @@ class AdaptiveGradScaler(AmongRanks):
     Args:
         model: the model that the losses come from.
         device: a device type, as for ``torch.amp.GradScaler``.
-        format: the format that gradients are stored in.
+        format: the format that gradients are stored in; an 8-bit one is that of the gradients
+            of Linear and Conv outputs.
         tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
@@ -84,7 +86,8 @@ class AdaptiveGradScaler(AmongRanks):
         layerwise: whether parts of the model may have exponents of their own.
         rule: how exponents are chosen: ``"range"``, or ``"zhao2019"`` for the paper's formula
             (a ``gradlift.zhao2019.Zhao2019`` for bounds of its own).
-        emulate: not supported yet.
+        emulate: round those gradients to the 8-bit format: True or ``"nearest"``, or
+            ``"stochastic"``.
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
@@ -104,12 +107,13 @@ class AdaptiveGradScaler(AmongRanks):
         init_scale: float = 2.0**8,
         layerwise: bool = True,
         rule: str | Zhao2019 = "range",
-        emulate: bool = False,
+        emulate: bool | str = False,
         enabled: bool = True,
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale, emulate)
+        _check_arguments(model, interval, init_scale)
+        emulation.check(get(format), emulate)
         policy = Dynamic(
             init_scale=init_scale,
             growth_interval=2**31 - 1,
@@ -122,6 +126,8 @@ class AdaptiveGradScaler(AmongRanks):
         self._check_ranks()
         self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule)
         self._engine = _engine_for(model, linear, self._pilot)
+        self._emulate = emulate
+        self._emulation = self._build_emulation()
         self._step_number = 0
         self._amaxes: list[Tensor] = []
         self._talk = Talk()
@@ -132,6 +138,11 @@ class AdaptiveGradScaler(AmongRanks):
         self._pending: deque[_Pending] = deque()
         if self._enabled:
             self._engine.probe()
+
+    def _build_emulation(self) -> emulation.Emulation | None:
+        if not self._enabled or self._pilot.format.bits != 8:
+            return None
+        return emulation.Emulation(self._engine, self._pilot.format, self._emulate)
 
     # What the user may ask and set.
 
@@ -182,6 +193,8 @@ class AdaptiveGradScaler(AmongRanks):
         """Stop watching the model; from then on it is a plain ``GradScaler``."""
         self._engine.close()
         self._pending.clear()
+        if self._emulation is not None:
+            self._emulation.close()
 
     _record_delay = DELAY + 1
 
@@ -191,6 +204,9 @@ class AdaptiveGradScaler(AmongRanks):
         """``outputs`` times the scale, their graphs ready to run at their exponents."""
         if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
             return super().scale(outputs)
+        if self._emulation is not None:
+            calibrating = self._pilot.plan is None and self._engine.probing
+            self._emulation.begin(self._step_number, calibrating=calibrating)
         self._engine.check(outputs)
         scaled = super().scale(outputs)
         self._engine.arm(scaled)
@@ -286,7 +302,8 @@ class AdaptiveGradScaler(AmongRanks):
         pending = _Pending(self._step_number, sent, self._engine.take())
         pending.layout = self._talk.end()
         self._pending.append(pending)
-        if len(self._pending) > DELAY:
+        if len(self._pending) > DELAY or (self._emulation is not None and not self._step_number):
+            # In 8 bits nearly all is lost at a wrong scale: the first step's record is waited for.
             self._heed(self._pending.popleft())
         self._step_number += 1
         self._probe_if_due(self._step_number)
@@ -414,6 +431,7 @@ class AdaptiveGradScaler(AmongRanks):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_engine"] = (self._engine.model, self._engine.linear)
+        state["_emulation"] = None
         state["_pending"] = None
         state["_amaxes"], state["_remarks"], state["_narrow"] = [], None, None
         del state["_sizes"], state["_talk"]
@@ -425,6 +443,7 @@ class AdaptiveGradScaler(AmongRanks):
         super().__setstate__(state)
         model, linear = cast(Any, self._engine)
         self._engine = _engine_for(model, linear, self._pilot)
+        self._emulation = self._build_emulation()
         self._pending, self._narrow, self._sizes = deque(), Narrow(), WeakKeyDictionary()
         self._talk = Talk()
         if saved is not None:
@@ -512,7 +531,7 @@ def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engin
     return Engine(model, linear=linear, new_probe=LayerProbe)
 
 
-def _check_arguments(model: Any, interval: Any, init_scale: float, emulate: bool) -> None:
+def _check_arguments(model: Any, interval: Any, init_scale: float) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
@@ -523,5 +542,3 @@ def _check_arguments(model: Any, interval: Any, init_scale: float, emulate: bool
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
     if math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
-    if emulate:
-        raise ValueError("emulate=True is not supported yet")

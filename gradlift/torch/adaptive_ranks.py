@@ -245,6 +245,7 @@ class AmongRanks(GradScaler):
     _pilot: Any
     _talk: Talk
     _amaxes: list[Tensor]
+    _emulate: bool | str
     _step_number: int
     # The step after which the latest probe took effect.
     _planned_at = -1
@@ -284,7 +285,7 @@ class AmongRanks(GradScaler):
         engine, pilot = self._engine, self._pilot
         exponents = sorted(engine.offsets.items()), sorted(engine.pins.items())
         settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
-        settings += (pilot.layerwise, name_of(pilot.rule))
+        settings += (pilot.layerwise, name_of(pilot.rule), self._emulate)
         course = self._step_number, pilot.next_probe, engine.probing, *settings
         return exponents, course
 
@@ -299,7 +300,7 @@ class AmongRanks(GradScaler):
         own = (
             f"planned {moved or 'nothing'}, pinned {dict(pins) or 'nothing'}",
             "step {}, next probe at {}, probing {}, format {}, tolerance {}, headroom {}, "
-            "interval {}, layerwise {}, rule {}".format(*course),
+            "interval {}, layerwise {}, rule {}, emulate {}".format(*course),
         )
         reason = explain(rows, cast(Ranks, self._ranks), own)
         if reason is None:

@@ -159,7 +159,7 @@ class Root:
 class Marks:
     """What an engine writes into the nodes' metadata, under keys of its own."""
 
-    __slots__ = ("cuts", "gate", "leaves", "root", "views")
+    __slots__ = ("cuts", "gate", "leaves", "root", "rounded", "views")
 
     def __init__(self, owner: int) -> None:
         self.gate = f"gradlift.{owner}.gate"
@@ -167,6 +167,7 @@ class Marks:
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
         self.views = f"gradlift.{owner}.views"
+        self.rounded = f"gradlift.{owner}.rounded"
 
 
 def makes_a_graph() -> bool:

@@ -156,6 +156,11 @@ class Engine:
         return self._handle is not None
 
     @property
+    def mark_rounded(self) -> str:
+        """The key in a node's metadata under which probes find what is rounded there."""
+        return self._marks.rounded
+
+    @property
     def module_order(self) -> dict[str, int]:
         """The place of each module's name in the model."""
         return {name: i for i, name in enumerate(dict.fromkeys(self._names.of_module.values()))}
@@ -332,6 +337,7 @@ class Engine:
             self._probe.attach(found, keys, offsets, named, self._leaf_return)
             if self._probe.wide != self.wide:
                 self.wide = self._probe.wide
+            self._probe.attach_rounded(found, offsets, gate, self._marks.rounded)
 
     def _set_leaves(self, found: Walk, offsets: list[int], gate: Gate) -> None:
         positions: defaultdict[Node, list[int]] = defaultdict(list)

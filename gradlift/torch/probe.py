@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 
+from gradlift.formats import Format, get
 from gradlift.pilot import Survey
 from gradlift.plan import BINS, Component, Graph, Histogram
 from gradlift.plan import Cut as PlanCut
-from gradlift.torch.cuts import Cut
+from gradlift.torch.cuts import Cut, Gate
 from gradlift.torch.graph import DisjointSets, Walk
 from gradlift.torch.moments import Sums
 from gradlift.torch.reductions import Reduction
@@ -62,6 +63,8 @@ class Row:
     """The format it was stored in, once seen."""
     half_leaf: bool = False
     """Whether it is a leaf's gradient that is stored in float16, at the global scale."""
+    rounded: Format | None = None
+    """The format it is rounded to inside its component, see ``emulate.py``."""
 
 
 class Probe:
@@ -71,13 +74,14 @@ class Probe:
         self.rows: list[Row] = []
         self.counts: dict[torch.device, torch.Tensor] = {}
         """int64, shape (at least the number of rows, 256), one on each device."""
-        self._where: dict[tuple[str, int, bool], int] = {}
+        self._where: dict[tuple[str, int, Any], int] = {}
         self._sets = DisjointSets()
         self._loss = self._sets.add()
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
         self._wide: dict[str, bool] = {}
         """Whether a leaf's gradient is computed in float32 alone, by key."""
+        self._numbers: dict[int, int] = {}
         self._formats: dict[int, set[str]] = {}
         """Formats of the gradients that stay inside each component, past no cut."""
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
@@ -93,7 +97,7 @@ class Probe:
         leaf_return: Callable[[Any], Any],
     ) -> None:
         """Gives every cut and leaf edge of an armed graph its row."""
-        components = self._number_components(walk, keys)
+        components = self._numbers = self._number_components(walk, keys)
         for edge in walk.cuts:
             key, offset = keys[edge.cut][0], offsets[edge.downstream]
             down, up = components[edge.downstream], components[edge.upstream]
@@ -118,6 +122,18 @@ class Probe:
         if all(self._wide.values()):
             return frozenset()
         return frozenset(key for key, wide in self._wide.items() if wide)
+
+    def attach_rounded(self, walk: Walk, offsets: list[int], gate: Gate, mark: str) -> None:
+        """Gives what is rounded in the graph attached last a row for each component."""
+        for node, component in zip(walk.nodes, walk.component_of, strict=True):
+            for hook in node.metadata.get(mark, {}).values():
+                number, offset = self._numbers[component], offsets[component]
+                where = (f"rounded {number}", offset, hook.format)
+                if where not in self._where:
+                    self._where[where] = len(self.rows)
+                    row = Row(where[0], offset, number, number, rounded=hook.format)
+                    self.rows.append(row)
+                hook.arm(gate, self._where[where])
 
     def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
         numbers = {0: self._loss}
@@ -175,18 +191,26 @@ class Probe:
                 continue
             for component in {find(row.downstream), find(row.upstream)}:
                 seen.setdefault(component, []).append((row, found))
-        inside = self._inside()
+        inside, rounded = self._inside(), self._rounded()
         histograms = {
             component: Histogram.merge(_at_stake(parts, inside.get(component, set())))
             for component, parts in seen.items()
         }
+        room = {component: self._room(component, rounded[component]) for component in rounded}
+        beside = [(i, found) for i in rounded for row, found in seen.get(i, ()) if not row.rounded]
         for row, found in leaves:
             own = find(row.downstream)
-            if found.nonfinite or not self._wide[row.key] or self._format(own) is not None:
-                self._bound_by_parameter(histograms, own, found)
+            if (
+                found.nonfinite
+                or not self._wide.get(row.key, False)
+                or self._format(own, rounded) is not None
+            ):
+                beside.append((own, found))
+        for component, found in beside:
+            self._bound(histograms, component, found, room.get(component, 0))
+        for row, found in leaves:
             if self.reduction.narrow or (self.reduction.bits and row.format == "float16"):
-                loss = find(self._loss)
-                self._bound_by_parameter(histograms, loss, found, self.reduction.bits)
+                self._bound(histograms, find(self._loss), found, -self.reduction.bits)
         half = [found for row, found in leaves if row.half_leaf]
         return _with_half_leaves(self._survey(histograms), half)
 
@@ -197,10 +221,21 @@ class Probe:
             inside.setdefault(self._sets.find(component), set()).update(formats)
         return inside
 
+    def _rounded(self) -> dict[int, Format]:
+        """The components with gradients that are rounded, and the format."""
+        find = self._sets.find
+        return {find(row.downstream): row.rounded for row in self.rows if row.rounded}
+
+    def _room(self, component: int, narrow: Format) -> int:
+        """Bits that what is stored beside a rounded gradient has above it."""
+        return get(self._stored(component) or "float32").max_exponent - narrow.max_exponent
+
     def tensors(self, exponent: int) -> dict[str, Histogram]:
         """A histogram for each cut's key and each parameter's name; waits for the copy."""
         found: dict[str, Histogram] = {}
         for row, histogram in self._records(exponent):
+            if row.rounded:
+                continue
             known = found.get(row.key)
             found[row.key] = Histogram.merge((known, histogram)) if known else histogram
         return found
@@ -222,27 +257,31 @@ class Probe:
             if row.format is not None and any(counts):
                 yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
 
-    def _bound_by_parameter(
-        self, histograms: dict[int, Histogram], component: int, found: Histogram, bits: int = 0
+    def _bound(
+        self, histograms: dict[int, Histogram], component: int, found: Histogram, room: int
     ) -> None:
-        """A parameter's gradient, ``bits`` larger, bounds a component's exponent from above."""
+        """A parameter's gradient bounds its component's exponent from above, ``room`` bits smaller.
+
+        So does, where gradients are rounded, what is stored beside them in a wider format, with
+        the bits of ``room`` that this has above the narrow one.
+        """
         known = histograms.get(component)
         peak = found.peak
         if known is not None and peak is not None:
             histograms[component] = known.with_parameters(
-                float("inf") if found.nonfinite else 2.0 ** (peak + bits)
+                float("inf") if found.nonfinite else 2.0 ** (peak - room)
             )
 
     def _survey(self, histograms: Mapping[int, Histogram]) -> Survey:
         find, number = self._sets.find, self.numbers()
-        held = {find(component) for component in self._held}
+        held, rounded = {find(component) for component in self._held}, self._rounded()
         keys: dict[int, list[str]] = {root: [] for root in number}
         for key, own in self._ids.items():
             keys[find(own)].append(key)
         components = tuple(
             Component(
                 tuple(keys[root]),
-                format=self._format(root),
+                format=self._format(root, rounded),
                 pinned=0 if root in held and root != find(self._loss) else None,
             )
             for root in number
@@ -268,8 +307,17 @@ class Probe:
         roots = {find(i) for i in range(len(self._sets.parent))}
         return {root: n for n, root in enumerate(sorted(roots))}
 
-    def _format(self, root: int) -> str | None:
-        """None, the plan's format, where float16 occurs; else the narrowest that does."""
+    def _format(self, root: int, rounded: Mapping[int, Format]) -> str | None:
+        """None, the plan's format, where it occurs; else the narrowest that does.
+
+        The plan's format is what gradients are rounded to, where some are, or else float16.
+        """
+        stored = self._stored(root)
+        plans = "float16" if not rounded else None
+        return None if root in rounded or stored == plans else stored
+
+    def _stored(self, root: int) -> str | None:
+        """The narrowest format that gradients are stored in, None where none was seen."""
         find = self._sets.find
         seen = {
             row.format
@@ -278,9 +326,9 @@ class Probe:
             or (row.upstream is not None and find(row.upstream) == root)
         }
         seen |= self._inside().get(root, set())
-        if "float16" in seen or not seen - {None}:
+        if not seen - {None}:
             return None
-        return "bfloat16" if "bfloat16" in seen else "float32"
+        return next((name for name in ("float16", "bfloat16") if name in seen), "float32")
 
     def _bins(self) -> list[list[int]]:
         total = torch.zeros((len(self.rows), BINS), dtype=torch.int64)
@@ -316,6 +364,9 @@ def _with_half_leaves(survey: Survey, found: list[Histogram]) -> Survey:
 
 def _at_stake(parts: list[tuple[Row, Histogram]], inside: set[str]) -> list[Histogram]:
     """Of the gradients around a component, those that tell what may be flushed or overflow."""
+    rounded = [found for row, found in parts if row.rounded]
+    if rounded:
+        return rounded
     narrow = [found for row, found in parts if row.format == "float16"]
     if narrow and "float16" not in inside:
         return narrow

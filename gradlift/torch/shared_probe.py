@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradlift.formats import get
 from gradlift.plan import BINS
 from gradlift.torch.probe import Probe, Row
 
@@ -46,6 +47,7 @@ class Place(NamedTuple):
     format: str | None
     wide: bool = False
     half_leaf: bool = False
+    rounded: str | None = None
 
     @property
     def peak_only(self) -> bool:
@@ -84,6 +86,7 @@ class Layout:
                 row.format,
                 probe._wide.get(row.key, False),
                 row.half_leaf,
+                row.rounded and row.rounded.name,
             )
             for row in probe.rows
         )
@@ -205,14 +208,16 @@ def _join(probe: Probe, layout: Layout) -> list[int]:
 
 
 def _row(probe: Probe, where: dict[Any, int], place: Place, numbers: Sequence[int]) -> int:
-    key, offset, downstream, upstream, format, wide, half = place
+    key, offset, downstream, upstream, format, wide, half, rounded = place
     down = numbers[downstream]
     up = None if upstream is None else numbers[upstream]
     # Ranks may have different things below the same key; leaves without a name are numbered.
-    own = (key, offset, format, wide, half, up is None, probe._sets.find(down))
+    own = (key, offset, format, wide, half, rounded, up is None, probe._sets.find(down))
     if own not in where:
         where[own] = len(probe.rows)
-        probe.rows.append(Row(key, offset, down, up, format, half))
+        probe.rows.append(
+            Row(key, offset, down, up, format, half, get(rounded) if rounded else None)
+        )
     if up is None:
         probe._wide[key] = wide and probe._wide.get(key, True)
     return where[own]
