@@ -238,3 +238,21 @@ def test_what_is_reserved_for_a_jump_is_not_taken_off_twice():
     # The jump fits, with its headroom, and no more room than that is kept.
     assert 15 - 3 - 3 <= exponent - 2 <= 15
     assert settled - 8 - 3 <= exponent <= settled
+
+
+def test_in_8_bits_the_exponent_is_the_probed_batchs():
+    """A harder one saturates; bits kept free for it would be missing in all other steps."""
+    it = pilot(format="float8_e4m3fn")
+    exponent = 8 + it.saw(record(0, 8, amax=-5), 2, survey(NEAR, NEAR))
+    easy = survey(histogram(-20, -18), histogram(-20, -18))
+    assert it.saw(record(3, exponent, amax=-15), 5, easy) == 10
+    assert it.saw(record(6, exponent + 10, amax=-5), 8) == 0
+
+
+def test_in_8_bits_early_probes_come_after_a_quarter_of_the_steps():
+    it = pilot(format="float8_e4m3fn")
+    waits = []
+    for now in (0, 8, 40, 400, 4000):
+        it.saw(record(now, 8), now, survey(NEAR, NEAR))
+        waits.append(it.next_probe - now)
+    assert waits == [3, 3, 10, 100, 200]
