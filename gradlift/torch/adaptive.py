@@ -10,7 +10,7 @@ passes at given exponents and records probes, the pilot (``gradlift.pilot``) dec
     what the pilot says                                        to the scale and the engine
 
 The delay is fixed, so that a run takes the same steps on a fast machine and on a slow one. On an
-overflow the device halves the scale at once, without asking the pilot.
+overflow the device lowers the scale at once, without asking the pilot.
 """
 
 from __future__ import annotations
@@ -38,10 +38,14 @@ from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.update import has_triton
-from gradlift.zhao2019 import Zhao2019
+from gradlift.zhao2019 import Zhao2019, resolve
 
 # Steps between a step and what is made of it.
 DELAY = 2
+
+# On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
+# overflows again is lost, and a probe brings the scale back a few steps later.
+BACKOFF = 2.0**-4
 
 # Elements below which a pass over the gradients takes less than a launch.
 SMALL = 2**24
@@ -102,8 +106,13 @@ class AdaptiveGradScaler(GradScaler):
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale, emulate)
-        policy = Dynamic(init_scale=init_scale, growth_interval=2**31 - 1, max_scale=2.0**96)
+        _check_arguments(model, interval, init_scale, rule, emulate)
+        policy = Dynamic(
+            init_scale=init_scale,
+            growth_interval=2**31 - 1,
+            backoff_factor=BACKOFF,
+            max_scale=2.0**96,
+        )
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
@@ -462,7 +471,9 @@ def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engin
     return Engine(model, linear=linear, new_probe=LayerProbe)
 
 
-def _check_arguments(model: Any, interval: Any, init_scale: float, emulate: bool) -> None:
+def _check_arguments(
+    model: Any, interval: Any, init_scale: float, rule: Any, emulate: bool
+) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
@@ -473,5 +484,6 @@ def _check_arguments(model: Any, interval: Any, init_scale: float, emulate: bool
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
     if math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+    resolve(rule)
     if emulate:
         raise ValueError("emulate=True is not supported yet")
