@@ -236,14 +236,35 @@ def test_a_probe_brings_back_the_moments_of_true_gradients_and_of_weights():
 
 
 def test_a_regression_is_no_classifier():
-    model, x = net("mlp")
+    model = nn.Sequential(nn.Linear(8, 8), nn.LogSoftmax(-1), nn.Linear(8, 4))
     engine = Engine(model, new_probe=LayerProbe)
     engine.probe()
     with torch.autocast("cpu", torch.float16):
-        out = model(x)
+        out = model(torch.randn(4, 8))
     found = survey_of(model, out.float().square().mean(), engine)
     engine.close()
     assert not any(p.classifies for p in found.passages)
+
+
+def test_micro_batches_add_up_and_weights_are_looked_at_once():
+    model, x = net("mlp")
+    engine = Engine(model, new_probe=LayerProbe)
+    engine.probe()
+    for _ in range(2):
+        scaled = half_loss(model, x) * 2.0**10
+        engine.arm(scaled)
+        scaled.backward()
+    probe = engine.take()
+    engine.close()
+    assert isinstance(probe, LayerProbe)
+    once = {p.name: p for p in probed(model, x).passages}
+    assert {p.name: p for p in probe.survey(10).passages} == once
+    gradients, weights = (sums.read() for sums in probe.sums)
+    for row, found in weights.items():
+        layer = model.get_submodule(probe.rows[row].key)
+        assert isinstance(layer, nn.Linear)
+        assert found[0] == layer.weight.numel()
+        assert gradients[row][0] == 2 * len(x) * layer.out_features
 
 
 def test_a_weight_that_is_computed_is_not_read():
@@ -411,6 +432,7 @@ def test_a_deep_net_gets_cuts_and_keeps_what_one_scale_loses():
         assert run.scaler.skipped_steps == 0
         if name == "paper":
             assert max(plan.exponents) == 10, "the bound of 1024"
+            assert not plan.probe_again, "no look can show more at the same exponents"
         run.scaler.scale(half_loss(model, x)).backward()
         zeros = (model[0].weight.grad == 0).float().mean().item()
         assert (zeros > 0.9) == (name == "paper")

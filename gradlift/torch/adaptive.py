@@ -41,7 +41,7 @@ from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.shared_probe import Layout
 from gradlift.torch.update import has_triton
-from gradlift.zhao2019 import Zhao2019
+from gradlift.zhao2019 import Zhao2019, resolve
 
 # Steps between a step and what is made of it.
 DELAY = 2
@@ -112,7 +112,7 @@ class AdaptiveGradScaler(AmongRanks):
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale)
+        _check_arguments(model, interval, init_scale, rule)
         emulation.check(get(format), emulate)
         policy = Dynamic(
             init_scale=init_scale,
@@ -531,7 +531,7 @@ def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engin
     return Engine(model, linear=linear, new_probe=LayerProbe)
 
 
-def _check_arguments(model: Any, interval: Any, init_scale: float) -> None:
+def _check_arguments(model: Any, interval: Any, init_scale: float, rule: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
@@ -542,3 +542,4 @@ def _check_arguments(model: Any, interval: Any, init_scale: float) -> None:
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
     if math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+    resolve(rule)
