@@ -135,7 +135,7 @@ class AdaptiveGradScaler(GradScaler):
             # What is flushed at exponents set by hand says nothing about the planned ones.
             self._engine.take()
         else:
-            self._engine.follow(self._pilot.offsets)
+            self._follow()
             self._pilot.next_probe = self._step_number
             self._probe_if_due(self._step_number)
 
@@ -243,8 +243,17 @@ class AdaptiveGradScaler(GradScaler):
             scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
         if self._recorders:
             self._tell(arrived, record, survey is not None, shift)
-        if (survey or record.overflow) and self._pilot.offsets != self._engine.offsets:
-            self._engine.follow(self._pilot.offsets)
+        if survey or record.overflow:
+            self._follow()
+
+    def _follow(self) -> None:
+        """The engine follows the pilot, if it does not already."""
+        offsets, plan = self._pilot.offsets, self._pilot.plan
+        # While probe comes after probe the plan moves, and compiling for it would be in vain.
+        settled = plan is not None and self._pilot.next_probe > self._step_number + 1
+        active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
+        if (offsets, active) != (self._engine.offsets, self._engine.active_keys):
+            self._engine.follow(offsets, active)
 
     def _tell(self, arrived: _Pending, record: Record, probed: bool, shift: int) -> None:
         """What the recorders cannot see for themselves: probes, and plans with their reason."""
@@ -307,7 +316,7 @@ class AdaptiveGradScaler(GradScaler):
         self._loaded_overflowed = overflowed
         self._engine.take()
         self._engine.pin(pins)
-        self._engine.follow(self._pilot.offsets)
+        self._follow()
         if probing:
             self._engine.probe()
 

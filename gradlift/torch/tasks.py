@@ -45,6 +45,8 @@ class Call:
     """Autograd nodes that it started from."""
     inputs: tuple[Any, ...]
     """Tensors or gradient edges named in ``inputs=``; empty when it goes to all leaves."""
+    edges: tuple[tuple[Any, int], ...] = ()
+    """(node, slot) for each of the outputs."""
 
 
 def running_calls() -> list[Call]:
@@ -72,14 +74,16 @@ def _read(frame: FrameType) -> Call | None:
     # grad_tensors, retain_graph, create_graph, inputs: torch passes these by position.
     if outputs is None or not isinstance(arguments, tuple) or len(arguments) < 4:
         return None
-    return Call(tuple(_nodes(outputs)), tuple(arguments[3] or ()))
+    edges = tuple(_edges(outputs))
+    return Call(tuple(node for node, _ in edges), tuple(arguments[3] or ()), edges)
 
 
-def _nodes(outputs: Any) -> Iterator[Any]:
+def _edges(outputs: Any) -> Iterator[tuple[Any, int]]:
     for output in outputs:
-        node = output.grad_fn if isinstance(output, torch.Tensor) else output.node
+        is_tensor = isinstance(output, torch.Tensor)
+        node = output.grad_fn if is_tensor else output.node
         if node is not None:
-            yield node
+            yield node, output.output_nr
 
 
 def asks_for_an_intermediate(call: Call) -> bool:

@@ -1,0 +1,183 @@
+"""What the engine does differently where a model, or a part of it, is compiled.
+
+Outside of compiled parts nothing changes: outputs are seen through forward hooks, though on the
+modules themselves, since the compiler has its own mind about global ones. Inside::
+
+    a probe           the call runs uncompiled (``entries.py``), hooks on the modules inside
+    any other step    cuts in the compiled graphs (``traced_cuts.py``), if the plan has active ones
+
+A graph that was compiled since the last probe runs neutral, and asks for a probe. With pins there
+is nothing to learn from a probe: they act at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradlift.torch.compiled import CompiledCuts, module_of
+from gradlift.torch.cuts import Cut
+from gradlift.torch.entries import Entries, Stance, is_optimized, outermost, wrappers_of
+from gradlift.torch.exponents import Assignment, from_pins, from_plan
+from gradlift.torch.names import Names
+from gradlift.torch.traced_cuts import Region
+
+Saw = Callable[[nn.Module, Any], None]
+
+UNPROBED = "a graph was compiled since the last probe"
+NO_GRAPH = "no graph with cuts has been compiled"
+
+
+class CompiledModel:
+    """A model with compiled parts.
+
+    Args:
+        model: the model.
+        linear: autograd Functions of the user's that are linear in their gradient.
+        saw: takes note of a module and its output.
+        probing: says whether a probe is due.
+        hidden: whether the model itself shows no sign of being compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        linear: frozenset[type],
+        saw: Saw,
+        probing: Callable[[], bool],
+        *,
+        hidden: bool,
+    ) -> None:
+        self.cuts = CompiledCuts(linear)
+        self.active: tuple[tuple[str, int], ...] = ()
+        """(key, shift) of the cuts in compiled graphs that multiply."""
+        self.unprobed = False
+        """Whether a graph that was compiled since the last probe would have cuts to act."""
+        self.reason: str | None = None
+        """Why the cuts in compiled graphs are neutral, if they are."""
+        self._model, self._saw = model, saw
+        wrappers = wrappers_of(model) if hidden else []
+        self._all_inside = hidden
+        self._from_function = hidden and not wrappers
+        self._entries = Entries(lambda: probing() and torch.is_grad_enabled(), self._looking)
+        self._entries.wrap(wrappers)
+        self._stance = Stance()
+        self._window = contextlib.ExitStack()
+
+    # Looking at outputs.
+
+    def watch(self) -> Hooks:
+        """Hooks on the modules outside of compiled parts."""
+        inside = set() if not self._all_inside else set(self._model.modules())
+        for entry in outermost(self._model):
+            inside.update(entry.modules())
+        return Hooks((m for m in self._model.modules() if m not in inside), self._saw)
+
+    def begin_probe(self) -> None:
+        """From now on compiled parts run uncompiled."""
+        self._entries.wrap(outermost(self._model))
+        if self._from_function:
+            self._window.close()
+            self._window.callback(self._stance.reset)
+            self._stance.set()
+            self._window.enter_context(self._looking(self._model))
+            handle = self._model.register_forward_hook(
+                functools.partial(_close, self._window), always_call=True
+            )
+            self._window.callback(handle.remove)
+
+    def end_probe(self, seen: bool) -> None:
+        """Compiled parts run compiled again; ``seen`` if there were gradients to look at."""
+        self._window.close()
+        if seen:
+            for region in self.cuts.regions:
+                region.probed = True
+            self.cuts.stale = True
+
+    @contextlib.contextmanager
+    def _looking(self, module: nn.Module) -> Iterator[None]:
+        hooks = Hooks((m for m in module.modules() if not is_optimized(m)), self._saw)
+        try:
+            yield
+        finally:
+            hooks.remove()
+
+    # Cuts in compiled graphs.
+
+    def place(self, names: Names, keys: Iterable[str] | None) -> None:
+        """Gives the modules of these keys cuts, or all modules; the factors may be outdated."""
+        wanted = names.modules if keys is None else {module_of(key) for key in keys}
+        self.cuts.place(names, wanted)
+        self.cuts.stale = True
+
+    def write(self, pins: Mapping[str, int], plan: Mapping[str, int]) -> list[tuple[str, int]]:
+        """Brings the factors of all compiled graphs up to date; (key, shift) of active cuts."""
+        wanted = bool(pins) or any(plan.values())
+        self.reason = NO_GRAPH if wanted and not self.cuts.regions else None
+        self.unprobed = False
+        return self.cuts.write(functools.partial(self._assign, pins, plan))
+
+    def check(self, pins: Mapping[str, int]) -> None:
+        """Raises on pins that contradict each other in a compiled graph."""
+        for region in self.cuts.regions:
+            if region.generation == self.cuts.traces.generation:
+                from_pins(region.walk, pins)
+
+    def _assign(
+        self,
+        pins: Mapping[str, int],
+        plan: Mapping[str, int],
+        region: Region,
+        keys: Mapping[Cut, tuple[str, ...]],
+    ) -> Assignment:
+        neutral = Assignment([0] * region.walk.components)
+        if pins:
+            try:
+                return from_pins(region.walk, pins)
+            except ValueError:
+                # Of an older graph: ``check`` has let the present ones pass.
+                return neutral
+        if not any(plan.values()):
+            return neutral
+        if not region.probed:
+            self.unprobed, self.reason = True, UNPROBED
+            return neutral
+        assignment = from_plan(region.walk, keys, plan)
+        if assignment.unplanned is not None:
+            self.reason = f"a compiled graph is not the planned one: {assignment.unplanned}"
+        return assignment
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        self._window.close()
+        self._entries.unwrap()
+        self.cuts.close()
+
+
+class Hooks:
+    """One forward hook on each of some modules."""
+
+    def __init__(self, modules: Iterable[nn.Module], saw: Saw) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                saw(module, output)
+
+        # First of all hooks, as the engine's global one is: a user's hook may change the output.
+        self._handles = [module.register_forward_hook(hook, prepend=True) for module in modules]
+
+    @property
+    def empty(self) -> bool:
+        return not self._handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _close(window: contextlib.ExitStack, *_: Any) -> None:
+    window.close()
