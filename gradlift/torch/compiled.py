@@ -211,7 +211,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     output = type(self).forward(self, *args, **kwargs)
     site = getattr(self, SITE, None)
-    if site is None or not torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    # Not ``is_compiling``: an export would take the cuts with it.
+    if site is None or not torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
         return output
     return _marked(site, output, 0)[0]
 

@@ -31,6 +31,10 @@ Saw = Callable[[nn.Module, Any], None]
 
 UNPROBED = "a graph was compiled since the last probe"
 NO_GRAPH = "no graph with cuts has been compiled"
+MANY_PARTS = "the model is compiled in many parts, which would no longer share their graphs"
+# Compiled parts of one model that may have cuts. Equal parts share one graph; with cuts each
+# gets its own, and torch compiles a function eight times at most.
+MOST_PARTS = 4
 
 
 class CompiledModel:
@@ -86,9 +90,8 @@ class CompiledModel:
             self._window.callback(self._stance.reset)
             self._stance.set()
             self._window.enter_context(self._looking(self._model))
-            handle = self._model.register_forward_hook(
-                functools.partial(_close, self._window), always_call=True
-            )
+            close = functools.partial(_close_on_error, self._window)
+            handle = self._model.register_forward_hook(close, always_call=True)
             self._window.callback(handle.remove)
 
     def end_probe(self, seen: bool) -> None:
@@ -111,14 +114,21 @@ class CompiledModel:
 
     def place(self, names: Names, keys: Iterable[str] | None) -> None:
         """Gives the modules of these keys cuts, or all modules; the factors may be outdated."""
-        wanted = names.modules if keys is None else {module_of(key) for key in keys}
-        self.cuts.place(names, wanted)
+        if self._parts <= MOST_PARTS:
+            wanted = names.modules if keys is None else {module_of(key) for key in keys}
+            self.cuts.place(names, wanted)
         self.cuts.stale = True
+
+    @property
+    def _parts(self) -> int:
+        return sum(1 for _ in outermost(self._model))
 
     def write(self, pins: Mapping[str, int], plan: Mapping[str, int]) -> list[tuple[str, int]]:
         """Brings the factors of all compiled graphs up to date; (key, shift) of active cuts."""
         wanted = bool(pins) or any(plan.values())
-        self.reason = NO_GRAPH if wanted and not self.cuts.regions else None
+        self.reason = None
+        if wanted and not self.cuts.regions:
+            self.reason = NO_GRAPH if self._parts <= MOST_PARTS else MANY_PARTS
         self.unprobed = False
         return self.cuts.write(functools.partial(self._assign, pins, plan))
 
@@ -179,5 +189,8 @@ class Hooks:
             handle.remove()
 
 
-def _close(window: contextlib.ExitStack, *_: Any) -> None:
-    window.close()
+def _close_on_error(window: contextlib.ExitStack, module: Any, args: Any, output: Any) -> None:
+    # A forward that raised has no output. After one that did not the compiled function is still
+    # running, and a stance that changes under it makes fullgraph=True miss its graph.
+    if output is None:
+        window.close()

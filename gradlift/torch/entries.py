@@ -8,7 +8,8 @@ Nothing else in the process ever sees it.
 A module is compiled in one of three ways. ``torch.compile(module)`` gives an ``OptimizedModule``
 with the compiled ``forward``; ``module.compile()`` puts the compiled call on the module itself.
 Both can be wrapped. A compiled function that calls the model cannot be reached from the model:
-there the stance is set in advance, until the model's forward ends (``Stance``).
+there the stance is set in advance, until the step's ``update()`` or an error in the model's
+forward (``Stance``).
 """
 
 from __future__ import annotations
