@@ -35,6 +35,7 @@ from gradlift.torch.engine import Engine
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
+from gradlift.torch.replay import Captured
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.update import has_triton
 
@@ -112,6 +113,7 @@ class AdaptiveGradScaler(GradScaler):
         self._sizes: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
+        self._captured: Captured | None = None
         if self._enabled:
             self._engine.probe()
 
@@ -159,6 +161,11 @@ class AdaptiveGradScaler(GradScaler):
         """``outputs`` times the scale, their graphs ready to run at their exponents."""
         if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
             return super().scale(outputs)
+        if self.probing and capturing(outputs.device):
+            raise RuntimeError(
+                "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
+                "and capture a later one; gradlift.torch.replay.CapturedStep does so by itself"
+            )
         self._engine.check(outputs)
         scaled = super().scale(outputs)
         self._engine.arm(scaled)
@@ -236,7 +243,7 @@ class AdaptiveGradScaler(GradScaler):
         device = self._device_state("update")[0].scale.device
         if capturing(device):
             # A replayed step takes the plan and the exponents that it was captured with.
-            self._amaxes = []
+            self._captured = Captured(self._row(), self._replay_key)
             super().update(new_scale)
             return
         sent = self._send()
@@ -244,11 +251,40 @@ class AdaptiveGradScaler(GradScaler):
         probe = self._engine.take()
         if probe is not None and self._process_group is not None:
             _sum_over_ranks(probe, self._process_group)
+        self._end_step(sent, probe)
+
+    def _end_step(self, sent: InFlight | Remark, probe: Probe | None) -> None:
         self._pending.append(_Pending(self._step_number, sent, probe))
         if len(self._pending) > DELAY:
             self._heed(self._pending.popleft())
         self._step_number += 1
         self._probe_if_due(self._step_number)
+
+    # Between a step's capture as a CUDA graph and its replays; see ``replay.py``.
+
+    @property
+    def probing(self) -> bool:
+        """Whether the next step is a probe: it must be run, neither captured nor replayed."""
+        return self._engine.probing
+
+    @property
+    def replayable(self) -> bool:
+        """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
+        return self._captured is not None and self._captured.key == self._replay_key
+
+    @property
+    def _replay_key(self) -> Any:
+        return self.probing, self._engine.offsets, self._engine.pins
+
+    def replayed(self) -> None:
+        """End a replay of the captured step: what ``update()`` does on the host."""
+        if not self._enabled:
+            return
+        if self._captured is None:
+            raise RuntimeError("replayed() comes after the replay of a step captured with update()")
+        self._reactions.to(self._readback.tick(self._device_state("replayed")[1]), self)
+        self._end_step(InFlight(self._captured.row), None)
+        self._engine.write()
 
     def _send(self) -> InFlight | Remark:
         """What is told of a step, on its way: scale, largest gradient, overflow, bad loss."""
@@ -379,6 +415,7 @@ class AdaptiveGradScaler(GradScaler):
         state = super().__getstate__()
         state["_engine"] = (self._engine.model, self._engine.linear)
         state["_pending"] = None
+        state["_captured"] = None
         state["_amaxes"], state["_remarks"] = [], None
         del state["_sizes"]
         state["_adaptive_state"] = self.state_dict() if self._enabled else None

@@ -237,12 +237,11 @@ class Engine:
         else:
             self._compiled.place(self._names, ())
 
-    def _arm_compiled(self) -> None:
-        """Brings the factors in compiled graphs up to date."""
-        if self._compiled.cuts.stale:
+    def write(self) -> None:
+        """Brings the factors in compiled graphs up to date; ``arm`` does so too."""
+        if self._compiled is not None and self._compiled.cuts.stale:
             self._compiled.active = tuple(self._compiled.write(self._pins, self._plan))
-        self.unplanned = self.unplanned or self._compiled.unprobed
-        self.active, self.neutral = self._compiled.active, self._compiled.reason
+            self.unplanned = self.unplanned or self._compiled.unprobed
 
     @property
     def _sees_nothing(self) -> bool:
@@ -300,7 +299,8 @@ class Engine:
                 Their own last op must be the multiplication.
         """
         if self._compiled is not None:
-            self._arm_compiled()
+            self.write()
+            self.active, self.neutral = self._compiled.active, self._compiled.reason
         if self._sees_nothing:
             return
         tensors = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
