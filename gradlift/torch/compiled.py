@@ -244,7 +244,23 @@ def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:
 def _new_slot(site_number: int, device: str) -> int:
     site = _sites.get(site_number)
     cuts = site.cuts() if site is not None else None
-    return -1 if site is None or cuts is None else cuts.slot(site, torch.device(device))
+    if site is None or cuts is None or _inside_another_op():
+        return -1
+    return cuts.slot(site, torch.device(device))
+
+
+def _inside_another_op() -> bool:
+    """Whether a function is traced that an op like ``torch.cond`` calls.
+
+    Those allow no result that is one of the operands, and ``mark`` returns its own.
+    """
+    tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    tracer = tracer.output.current_tracer
+    while tracer.parent is not None:
+        if "checkpoint" not in str(getattr(tracer, "source_target", "")):
+            return True
+        tracer = tracer.parent
+    return False
 
 
 def mark(
