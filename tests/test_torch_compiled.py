@@ -216,7 +216,7 @@ def check_exact(model, call, seeds=(0, 1, 2), at_least=2, **kwargs):
     offsets = random_offsets(graph_of(engine, call, model, **kwargs), 0)
     engine.follow(offsets)
     neutral = step(call, model, engine, **kwargs)
-    assert "since the last probe" in engine.neutral
+    assert "since the last probe" in str(engine.neutral)
     before = graphs()
     graph = graph_of(engine, call, model, **kwargs)
     for seed in seeds:
@@ -298,8 +298,8 @@ def test_float16_gradients_that_one_scale_loses_are_kept():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.no_grad():
-        model[1].weight *= 2.0**-12
-        model[2].weight *= 2.0**-12
+        for linear in list(model)[1:]:
+            linear.weight.mul_(2.0**-12)
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
 
     def call(x):
@@ -484,7 +484,7 @@ def test_a_backend_that_traces_no_backward_runs_neutral_and_says_so():
     engine = Engine(compiled)
     engine.pin({"branch": 5})
     same(step(compiled, model, engine), step(model, model))
-    assert "no graph with cuts" in engine.neutral
+    assert "no graph with cuts" in str(engine.neutral)
     engine.close()
 
 
@@ -573,7 +573,7 @@ def test_a_graph_that_changes_is_neutral_and_then_planned():
     model.joined = True
     found = step(compiled, model, engine)  # compiled anew
     assert engine.unplanned
-    assert "since the last probe" in engine.neutral
+    assert "since the last probe" in str(engine.neutral)
     same(found, step(compiled, model))
     graph = graph_of(engine, compiled, model)
     assert not engine.unplanned
@@ -692,7 +692,7 @@ def test_gradients_of_inputs_and_partial_passes():
 
 
 def test_evaluation_is_left_alone():
-    model, compiled, engine, _ = pinned()
+    _, compiled, engine, _ = pinned()
     with torch.no_grad():
         expected = compiled(inputs())
     engine.probe()
@@ -780,20 +780,20 @@ def test_another_compiled_model_stays_compiled_during_a_probe():
 def test_close_leaves_the_model_as_it_was():
     model = build(Mlp)
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
-    before = {name: dict(vars(module)) for name, module in compiled.named_modules()}
     engine = Engine(compiled)
+    before = {name: dict(vars(module)) for name, module in engine.model.named_modules()}
     engine.pin({"branch": 5})
     expected = step(compiled, model, engine)
     assert "forward" in vars(model.branch)
     engine.close()
-    for name, module in compiled.named_modules():
+    for name, module in engine.model.named_modules():
         assert vars(module).keys() == before[name].keys()
         assert vars(module).get("forward") is before[name].get("forward")
     same(step(compiled, model), expected)
 
 
 def test_copies_and_pickles_are_not_watched():
-    model, compiled, engine, expected = pinned()
+    model, _, engine, expected = pinned()
     copied = copy.deepcopy(model)
     saved = io.BytesIO()
     torch.save(model, saved)

@@ -60,8 +60,8 @@ def test_gpu_float16_gradients_that_one_scale_loses_are_kept():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
         with torch.no_grad():
-            model[1].weight *= 2.0**-14
-            model[2].weight *= 2.0**-14
+            for linear in list(model)[1:]:
+                linear.weight.mul_(2.0**-14)
         compiled = torch.compile(model, fullgraph=True, mode=mode)
         x = torch.rand(32, 64, device="cuda")
 
@@ -71,15 +71,11 @@ def test_gpu_float16_gradients_that_one_scale_loses_are_kept():
 
         engine = Engine(compiled)
         engine.pin({"1": 14, "0": 28})
-        for _ in range(4):
-            found = step(call, model, engine, x=x)[0]
+        found = [step(call, model, engine, x=x)[0] for _ in range(4)][-1]
         engine.pin({})
-        for _ in range(4):
-            lost = step(call, model, engine, x=x)[0]
+        lost = [step(call, model, engine, x=x)[0] for _ in range(4)][-1]
         engine.close()
-        model.zero_grad()
-        (model(x).square().mean() * 1024.0).backward()
-        exact = model[0].weight.grad
+        exact = step(model, model, Engine(model), x=x)[0]
         assert (found - exact).norm() < 0.02 * exact.norm(), mode
         assert (lost - exact).norm() > 0.5 * exact.norm(), mode
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from gradlift.torch.cuts import Cut
 from gradlift.torch.exponents import Assignment, keys_of
-from gradlift.torch.graph import Walk
 from gradlift.torch.names import Names
 from gradlift.torch.readback import capturing
 from gradlift.torch.traced_cuts import Region, Slot, Traces
@@ -35,7 +34,7 @@ _PER_POOL = 512
 # What a factor may be, as exponents: a float32 that is not subnormal.
 _RANGE = range(-126, 128)
 
-_sites: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+_sites: weakref.WeakValueDictionary[str, Site] = weakref.WeakValueDictionary()
 _site_numbers = itertools.count()
 
 
@@ -48,10 +47,11 @@ class Site:
 
     def __init__(self, name: str, cuts: CompiledCuts) -> None:
         self.name = name
-        self.number = next(_site_numbers)
+        # A string, since the tracer may take a whole number for something that varies.
+        self.key = f"site {next(_site_numbers)}"
         self.slots: list[Slot] = []
         self.cuts = weakref.ref(cuts)
-        _sites[self.number] = self
+        _sites[self.key] = self
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copied model is not watched."""
@@ -114,7 +114,7 @@ class CompiledCuts:
                 object.__setattr__(module, SITE, Site(name, self))
                 object.__setattr__(module, "forward", types.MethodType(forward, module))
 
-    def slot(self, site: Site, device: torch.device) -> int:
+    def slot(self, site: Site, device: torch.device) -> str:
         """A new pair of factors, as the number of the attributes that ``site`` has them in."""
         pools = self._pools.setdefault(device, [])
         if not pools or pools[-1].used == _PER_POOL:
@@ -124,7 +124,7 @@ class CompiledCuts:
         site.slots.append(Slot(device, (len(pools) - 1) * _PER_POOL + at))
         setattr(site, f"shift{number}", pool.factors[2 * at])
         setattr(site, f"back{number}", pool.factors[2 * at + 1])
-        return number
+        return str(number)
 
     def write(
         self, assign: Callable[[Region, Mapping[Cut, tuple[str, ...]]], Assignment]
@@ -221,10 +221,10 @@ def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:
     """``value`` with cuts on its tensors, and how many there were: ``engine.tensors_in``'s."""
     if isinstance(value, Tensor):
         if value.requires_grad and (value.is_floating_point() or value.is_complex()):
-            number = _new_slot(site.number, str(value.device))
-            if number >= 0:
-                shift, back = getattr(site, f"shift{number}"), getattr(site, f"back{number}")
-                value = mark(value, site.number, count, number, shift, back)
+            number = _new_slot(site.key, str(value.device))
+            if number:
+                shift, back = getattr(site, "shift" + number), getattr(site, "back" + number)
+                value = mark(value, site.key, count, number, shift, back)
         return value, count + 1
     if type(value) is dict:
         marked = {}
@@ -241,11 +241,12 @@ def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:
 
 
 @torch.compiler.assume_constant_result
-def _new_slot(site_number: int, device: str) -> int:
-    site = _sites.get(site_number)
+def _new_slot(key: str, device: str) -> str:
+    """The number of new factors in their site's attributes; empty if there can be no cut."""
+    site = _sites.get(key)
     cuts = site.cuts() if site is not None else None
     if site is None or cuts is None or _inside_another_op():
-        return -1
+        return ""
     return cuts.slot(site, torch.device(device))
 
 
@@ -263,15 +264,13 @@ def _inside_another_op() -> bool:
     return False
 
 
-def mark(
-    tensor: Tensor, site_number: int, output: int, number: int, shift: Tensor, back: Tensor
-) -> Tensor:
+def mark(tensor: Tensor, key: str, output: int, number: str, shift: Tensor, back: Tensor) -> Tensor:
     """Puts a cut on a tensor while its graph is traced; returns it as it is."""
-    site = _sites.get(site_number)
+    site = _sites.get(key)
     cuts = site.cuts() if site is not None else None
     if site is not None and cuts is not None and tensor.grad_fn is not None and _is_tracing():
         cuts.stale = True
-        cuts.traces.place(tensor, site.name, output, site.slots[number], shift, back)
+        cuts.traces.place(tensor, site.name, output, site.slots[int(number)], shift, back)
     return tensor
 
 

@@ -14,18 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gradlift.torch.compiled import CompiledCuts, module_of
 from gradlift.torch.cuts import Cut
-from gradlift.torch.entries import Entries, Stance, is_optimized, outermost, wrappers_of
+from gradlift.torch.entries import (
+    Entries,
+    Stance,
+    is_compiled,
+    is_optimized,
+    outermost,
+    wrappers_of,
+)
 from gradlift.torch.exponents import Assignment, from_pins, from_plan
 from gradlift.torch.names import Names
 from gradlift.torch.traced_cuts import Region
+
+if TYPE_CHECKING:
+    from gradlift.torch.engine import Engine
 
 Saw = Callable[[nn.Module, Any], None]
 
@@ -65,6 +76,8 @@ class CompiledModel:
         self.reason: str | None = None
         """Why the cuts in compiled graphs are neutral, if they are."""
         self._model, self._saw = model, saw
+        self._pins: Mapping[str, int] = {}
+        self._plan: Mapping[str, int] = {}
         wrappers = wrappers_of(model) if hidden else []
         self._all_inside = hidden
         self._from_function = hidden and not wrappers
@@ -112,10 +125,28 @@ class CompiledModel:
 
     # Cuts in compiled graphs.
 
-    def place(self, names: Names, keys: Iterable[str] | None) -> None:
-        """Gives the modules of these keys cuts, or all modules; the factors may be outdated."""
+    def follow(
+        self,
+        names: Names,
+        pins: Mapping[str, int],
+        plan: Mapping[str, int],
+        active: Iterable[str] | None,
+    ) -> None:
+        """Places the cuts that pins or a plan may need; ``write`` makes them act.
+
+        Args:
+            names: the modules of the model.
+            pins: offsets by module name. They may need a cut anywhere.
+            plan: offsets by key.
+            active: keys of the cuts that the plan needs; None for all of its keys.
+        """
+        self._pins, self._plan = pins, plan
+        keys: Iterable[str] = plan if active is None else active
+        if pins:
+            wanted = set(names.modules)
+        else:
+            wanted = {module_of(key) for key in keys if any(plan.values())}
         if self._parts <= MOST_PARTS:
-            wanted = names.modules if keys is None else {module_of(key) for key in keys}
             self.cuts.place(names, wanted)
         self.cuts.stale = True
 
@@ -123,14 +154,14 @@ class CompiledModel:
     def _parts(self) -> int:
         return sum(1 for _ in outermost(self._model))
 
-    def write(self, pins: Mapping[str, int], plan: Mapping[str, int]) -> list[tuple[str, int]]:
-        """Brings the factors of all compiled graphs up to date; (key, shift) of active cuts."""
-        wanted = bool(pins) or any(plan.values())
+    def write(self) -> None:
+        """Brings the factors of all compiled graphs up to date."""
+        wanted = bool(self._pins) or any(self._plan.values())
         self.reason = None
         if wanted and not self.cuts.regions:
             self.reason = NO_GRAPH if self._parts <= MOST_PARTS else MANY_PARTS
         self.unprobed = False
-        return self.cuts.write(functools.partial(self._assign, pins, plan))
+        self.active = tuple(self.cuts.write(self._assign))
 
     def check(self, pins: Mapping[str, int]) -> None:
         """Raises on pins that contradict each other in a compiled graph."""
@@ -138,13 +169,8 @@ class CompiledModel:
             if region.generation == self.cuts.traces.generation:
                 from_pins(region.walk, pins)
 
-    def _assign(
-        self,
-        pins: Mapping[str, int],
-        plan: Mapping[str, int],
-        region: Region,
-        keys: Mapping[Cut, tuple[str, ...]],
-    ) -> Assignment:
+    def _assign(self, region: Region, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
+        pins, plan = self._pins, self._plan
         neutral = Assignment([0] * region.walk.components)
         if pins:
             try:
@@ -167,6 +193,25 @@ class CompiledModel:
         self._window.close()
         self._entries.unwrap()
         self.cuts.close()
+
+
+def meet(engine: Engine) -> CompiledModel:
+    """What an engine needs for its model, which is compiled; it goes when the engine does."""
+    reference = weakref.ref(engine)
+
+    def saw(module: nn.Module, output: Any) -> None:
+        watching = reference()
+        if watching is not None:
+            watching._saw(module, output)
+
+    def probing() -> bool:
+        watching = reference()
+        return watching is not None and watching.probing
+
+    hidden = not is_compiled(engine.model)
+    made = CompiledModel(engine.model, engine.linear, saw, probing, hidden=hidden)
+    weakref.finalize(engine, made.close).atexit = False
+    return made
 
 
 class Hooks:

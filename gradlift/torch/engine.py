@@ -97,7 +97,7 @@ class Engine:
                 )
         self._pins = pins
         self._refresh()
-        self._place_compiled()
+        self._tell_compiled()
 
     @property
     def pins(self) -> dict[str, int]:
@@ -117,7 +117,7 @@ class Engine:
         self._active_keys = None if active is None else tuple(active)
         self.unplanned = False
         self._refresh()
-        self._place_compiled()
+        self._tell_compiled()
 
     @property
     def active_keys(self) -> tuple[str, ...] | None:
@@ -205,42 +205,22 @@ class Engine:
 
     def _meet_compiled(self) -> None:
         # Imports torch's compiler, which takes seconds: only once there is something compiled.
-        from gradlift.torch.compiled_model import CompiledModel
+        from gradlift.torch.compiled_model import meet
 
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        reference = weakref.ref(self)
+        self._compiled = meet(self)
+        self._tell_compiled()
 
-        def saw(module: nn.Module, output: Any) -> None:
-            engine = reference()
-            if engine is not None:
-                engine._saw(module, output)
-
-        def probing() -> bool:
-            engine = reference()
-            return engine is not None and engine.probing
-
-        hidden = not is_compiled(self.model)
-        self._compiled = CompiledModel(self.model, self.linear, saw, probing, hidden=hidden)
-        weakref.finalize(self, self._compiled.close).atexit = False
-        self._place_compiled()
-
-    def _place_compiled(self) -> None:
-        if self._compiled is None:
-            return
-        if self._pins:
-            self._compiled.place(self._names, None)
-        elif any(self._plan.values()):
-            keys = self._plan if self._active_keys is None else self._active_keys
-            self._compiled.place(self._names, keys)
-        else:
-            self._compiled.place(self._names, ())
+    def _tell_compiled(self) -> None:
+        if self._compiled is not None:
+            self._compiled.follow(self._names, self._pins, self._plan, self._active_keys)
 
     def write(self) -> None:
         """Brings the factors in compiled graphs up to date; ``arm`` does so too."""
         if self._compiled is not None and self._compiled.cuts.stale:
-            self._compiled.active = tuple(self._compiled.write(self._pins, self._plan))
+            self._compiled.write()
             self.unplanned = self.unplanned or self._compiled.unprobed
 
     @property
