@@ -792,6 +792,26 @@ def test_close_leaves_the_model_as_it_was():
     same(step(compiled, model), expected)
 
 
+def test_what_others_have_wrapped_since_is_left_to_them():
+    model, compiled, engine, expected = pinned()
+    ours = model.branch.forward
+    model.branch.forward = theirs = lambda x: ours(x)
+    engine.close()
+    assert model.branch.forward is theirs
+    same(step(compiled, model), expected)
+
+
+def test_replicated_models_get_no_cuts():
+    model = nn.DataParallel(build(Mlp))
+    model.module.compile(fullgraph=True, backend=BACKEND)
+    engine = Engine(model)
+    engine.pin({"branch": 5})
+    step(model, model, engine)
+    assert "DataParallel" in str(engine._compiled.reason)
+    assert "forward" not in vars(model.module.branch)
+    engine.close()
+
+
 def test_copies_and_pickles_are_not_watched():
     model, _, engine, expected = pinned()
     copied = copy.deepcopy(model)

@@ -168,8 +168,10 @@ class CompiledCuts:
     def close(self) -> None:
         """Takes the cuts away; compiled graphs that have some run with factors of 1."""
         for module in self._modules.values():
-            for name in ("forward", SITE):
-                module.__dict__.pop(name, None)
+            module.__dict__.pop(SITE, None)
+            # Somebody may have wrapped it since; without its site it changes nothing.
+            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+                del module.__dict__["forward"]
         self._modules = {}
         self.traces.generation += 1
         self.traces.regions.clear()

@@ -43,6 +43,7 @@ Saw = Callable[[nn.Module, Any], None]
 UNPROBED = "a graph was compiled since the last probe"
 NO_GRAPH = "no graph with cuts has been compiled"
 MANY_PARTS = "the model is compiled in many parts, which would no longer share their graphs"
+REPLICATED = "DataParallel copies modules in every step, and a copy would call the original"
 # Compiled parts of one model that may have cuts. Equal parts share one graph; with cuts each
 # gets its own, and torch compiles a function eight times at most.
 MOST_PARTS = 4
@@ -76,6 +77,7 @@ class CompiledModel:
         self.reason: str | None = None
         """Why the cuts in compiled graphs are neutral, if they are."""
         self._model, self._saw = model, saw
+        self._refusal: str | None = None
         self._pins: Mapping[str, int] = {}
         self._plan: Mapping[str, int] = {}
         wrappers = wrappers_of(model) if hidden else []
@@ -146,20 +148,22 @@ class CompiledModel:
             wanted = set(names.modules)
         else:
             wanted = {module_of(key) for key in keys if any(plan.values())}
-        if self._parts <= MOST_PARTS:
+        self._refusal = self._why_no_cuts()
+        if self._refusal is None:
             self.cuts.place(names, wanted)
         self.cuts.stale = True
 
-    @property
-    def _parts(self) -> int:
-        return sum(1 for _ in outermost(self._model))
+    def _why_no_cuts(self) -> str | None:
+        if any(isinstance(module, nn.DataParallel) for module in self._model.modules()):
+            return REPLICATED
+        return MANY_PARTS if sum(1 for _ in outermost(self._model)) > MOST_PARTS else None
 
     def write(self) -> None:
         """Brings the factors of all compiled graphs up to date."""
         wanted = bool(self._pins) or any(self._plan.values())
         self.reason = None
         if wanted and not self.cuts.regions:
-            self.reason = NO_GRAPH if self._parts <= MOST_PARTS else MANY_PARTS
+            self.reason = self._refusal or NO_GRAPH
         self.unprobed = False
         self.active = tuple(self.cuts.write(self._assign))
 
