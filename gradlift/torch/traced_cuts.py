@@ -142,9 +142,9 @@ class TracedCut:
         if makes_a_graph():
             self.differentiated = True
             return None
-        if grad is None or not self.traces.acts(self):
-            return None
-        return _times(grad, self.shift)
+        # Asked for without a gradient too: what lies above must be known before it runs.
+        acts = self.traces.acts(self)
+        return _times(grad, self.shift) if acts and grad is not None else None
 
 
 class _Return:
