@@ -581,8 +581,33 @@ def test_a_graph_that_changes_is_neutral_and_then_planned():
         engine.follow(random_offsets(graph, seed))
         same(step(compiled, model, engine), found)
         assert engine.active
+    before = graphs()
     model.joined = False
-    step(compiled, model, engine)  # the first graph, which the plan does not fit
+    step(compiled, model, engine)  # the first graph is still there
+    assert graphs() == before
+    engine.close()
+
+
+def test_a_graph_for_each_shape_is_neutral_until_it_is_probed():
+    model = build(Mlp)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=False)
+    engine = Engine(compiled)
+    graph = graph_of(engine, compiled, model)
+    engine.follow(random_offsets(graph, 0))
+    neutral = {}
+    for rows in (6, 3):
+        neutral[rows] = step(compiled, model, engine, x=inputs(rows))
+        assert engine.unplanned
+        regions = engine._compiled.cuts.regions
+        assert [region.probed for region in regions] == [True] * (len(regions) - 1) + [False]
+        probed(engine, compiled, model, x=inputs(rows))
+    assert graphs() == 2
+    for seed in (1, 2):
+        engine.follow(random_offsets(graph, seed))
+        for rows in (3, 6):
+            same(step(compiled, model, engine, x=inputs(rows)), neutral[rows])
+            assert engine.neutral is None
+    assert graphs() == 2
     engine.close()
 
 
@@ -819,7 +844,9 @@ def test_copies_and_pickles_are_not_watched():
     torch.save(model, saved)
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
-    for other in (copied, loaded):
+    whole = copy.deepcopy(engine.model)
+    assert vars(whole)["forward"] is not vars(engine.model)["forward"]
+    for other in (copied, loaded, whole._orig_mod):
         assert vars(other.branch).get("_gradlift_site") is None
         assert other.branch.forward.__self__ is other.branch
         call = torch.compile(other, fullgraph=True, backend=BACKEND)
