@@ -384,18 +384,6 @@ def test_a_loss_from_another_model_is_said_once():
     scaler.close()
 
 
-def test_a_compiled_model_is_followed_by_its_parameters_alone():
-    model = tanh_net(3)
-    compiled = torch.compile(model, backend="eager")
-    with pytest.warns(UserWarning, match="compiled"):
-        run = Run(compiled, lr=0.0)
-    run.steps(8)
-    assert run.skipped == 0
-    assert run.scaler.plan is None
-    assert run.scales[-1] > 2.0**9
-    run.scaler.close()
-
-
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"nn.Module, got 3"):
         AdaptiveGradScaler(3)

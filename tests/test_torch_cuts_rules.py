@@ -670,23 +670,15 @@ def test_wrappers_leave_no_trace_in_the_names(model, twice):
 # 11. torch.compile.
 
 
-def test_a_compiled_model_runs_neutral_and_says_so_once(model):
+def test_a_compiled_model_is_seen_uncompiled_and_runs_exactly(model):
+    """The rest is in test_torch_compiled.py."""
     compiled = torch.compile(model, backend="eager")
     watched = Engine(compiled)
-    with pytest.warns(UserWarning, match="compiled"):
-        watched.pin(PINS)
+    watched.pin(PINS)
     watched.probe()
-    assert not watched.watching
     check(model, watched, lambda m, w: scale(loss_of(compiled), w).backward())
-    assert "compiled" in str(watched.neutral)
-    watched.close()
-
-
-def test_a_module_compiled_in_place_counts_as_compiled(model):
-    model.b.compile(backend="eager")
-    watched = Engine(model)
-    with pytest.warns(UserWarning, match="compiled"):
-        watched.pin(PINS)
+    assert not watched.take().empty
+    check(model, watched, lambda m, w: scale(loss_of(compiled), w).backward())
     watched.close()
 
 

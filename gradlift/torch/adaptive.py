@@ -39,6 +39,7 @@ from gradlift.torch.narrow import Narrow
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
+from gradlift.torch.replay import Captured
 from gradlift.torch.shared_probe import Layout
 from gradlift.torch.update import has_triton
 from gradlift.zhao2019 import Zhao2019, resolve
@@ -136,6 +137,7 @@ class AdaptiveGradScaler(AmongRanks):
         self._narrow = Narrow()
         self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
+        self._captured: Captured | None = None
         if self._enabled:
             self._engine.probe()
 
@@ -171,7 +173,7 @@ class AdaptiveGradScaler(AmongRanks):
             # What is flushed at exponents set by hand says nothing about the planned ones.
             self._engine.take()
         else:
-            self._engine.follow(self._pilot.offsets)
+            self._follow()
             self._pilot.next_probe = self._step_number
             self._probe_if_due(self._step_number)
 
@@ -204,6 +206,11 @@ class AdaptiveGradScaler(AmongRanks):
         """``outputs`` times the scale, their graphs ready to run at their exponents."""
         if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
             return super().scale(outputs)
+        if self.probing and capturing(outputs.device):
+            raise RuntimeError(
+                "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
+                "and capture a later one; gradlift.torch.replay.CapturedStep does so by itself"
+            )
         if self._emulation is not None:
             calibrating = self._pilot.plan is None and self._engine.probing
             self._emulation.begin(self._step_number, calibrating=calibrating)
@@ -294,12 +301,15 @@ class AdaptiveGradScaler(AmongRanks):
         device = self._device_state("update")[0].scale.device
         if capturing(device):
             # A replayed step takes the plan and the exponents that it was captured with.
-            self._amaxes = []
+            self._captured = Captured(self._row(), self._replay_key)
             super().update(new_scale)
             return
         sent = self._send()
         super().update(new_scale)
-        pending = _Pending(self._step_number, sent, self._engine.take())
+        self._end_step(sent, self._engine.take())
+
+    def _end_step(self, sent: InFlight | Remark, probe: Probe | None) -> None:
+        pending = _Pending(self._step_number, sent, probe)
         pending.layout = self._talk.end()
         self._pending.append(pending)
         if len(self._pending) > DELAY or (self._emulation is not None and not self._step_number):
@@ -307,6 +317,32 @@ class AdaptiveGradScaler(AmongRanks):
             self._heed(self._pending.popleft())
         self._step_number += 1
         self._probe_if_due(self._step_number)
+
+    # Between a step's capture as a CUDA graph and its replays; see ``replay.py``.
+
+    @property
+    def probing(self) -> bool:
+        """Whether the next step is a probe: it must be run, neither captured nor replayed."""
+        return self._engine.probing
+
+    @property
+    def replayable(self) -> bool:
+        """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
+        return self._captured is not None and self._captured.key == self._replay_key
+
+    @property
+    def _replay_key(self) -> Any:
+        return self.probing, self._engine.offsets, self._engine.pins
+
+    def replayed(self) -> None:
+        """End a replay of the captured step: what ``update()`` does on the host."""
+        if not self._enabled:
+            return
+        if self._captured is None:
+            raise RuntimeError("replayed() comes after the replay of a step captured with update()")
+        self._reactions.to(self._readback.tick(self._device_state("replayed")[1]), self)
+        self._end_step(InFlight(self._captured.row), None)
+        self._engine.write()
 
     def _send(self) -> InFlight | Remark:
         """What is told of a step, on its way: scale, largest gradient, overflow, bad loss."""
@@ -354,8 +390,17 @@ class AdaptiveGradScaler(AmongRanks):
             scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
         if self._recorders:
             self._tell(arrived, record, survey is not None, shift)
-        if (survey or record.overflow) and self._pilot.offsets != self._engine.offsets:
-            self._engine.follow(self._pilot.offsets)
+        if survey or record.overflow:
+            self._follow()
+
+    def _follow(self) -> None:
+        """The engine follows the pilot, if it does not already."""
+        offsets, plan = self._pilot.offsets, self._pilot.plan
+        # While probe comes after probe the plan moves, and compiling for it would be in vain.
+        settled = plan is not None and self._pilot.next_probe > self._step_number + 1
+        active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
+        if (offsets, active) != (self._engine.offsets, self._engine.active_keys):
+            self._engine.follow(offsets, active)
 
     def _tell(self, arrived: _Pending, record: Record, probed: bool, shift: int) -> None:
         """What the recorders cannot see for themselves: probes, and plans with their reason."""
@@ -423,7 +468,7 @@ class AdaptiveGradScaler(AmongRanks):
         self._loaded_overflowed = overflowed
         self._engine.take()
         self._engine.pin(pins)
-        self._engine.follow(self._pilot.offsets)
+        self._follow()
         self._engine.wide = wide
         if probing:
             self._engine.probe()
@@ -433,6 +478,7 @@ class AdaptiveGradScaler(AmongRanks):
         state["_engine"] = (self._engine.model, self._engine.linear)
         state["_emulation"] = None
         state["_pending"] = None
+        state["_captured"] = None
         state["_amaxes"], state["_remarks"], state["_narrow"] = [], None, None
         del state["_sizes"], state["_talk"]
         state["_adaptive_state"] = self.state_dict() if self._enabled else None

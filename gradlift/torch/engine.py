@@ -14,6 +14,8 @@ returns at once and a step costs what it costs without an engine.
 
 Every armed graph is walked in full, each time. A graph that differs from the planned one is
 therefore seen before its backward, and runs neutral: all offsets 0, a plain global scale.
+
+Where the model is compiled, ``compiled_model.py`` says what is different.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.torch import tasks
 from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, LeafReturn, Marks, Root
+from gradlift.torch.entries import is_compiled, is_compiled_node
 from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.graph import Node, Walk, is_spread, walk
 from gradlift.torch.names import Names, check_offsets
@@ -81,6 +84,9 @@ class Engine:
         self._marks = Marks(next(_engines))
         self._roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._handle: Any = None
+        self._compiled: Any = None
+        self._active_keys: tuple[str, ...] | None = ()
+        self._out_of_reach = False
         self._said: set[str] = set()
 
     # What to run at.
@@ -103,18 +109,32 @@ class Engine:
                 )
         self._pins = pins
         self._refresh()
+        self._tell_compiled()
 
     @property
     def pins(self) -> dict[str, int]:
         """The pins in force, by the first name of each module."""
         return dict(self._pins)
 
-    def follow(self, offsets: Mapping[str, int]) -> None:
-        """Runs at planned offsets, given by key (see ``exponents``), from the next arm on."""
+    def follow(self, offsets: Mapping[str, int], active: Iterable[str] | None = None) -> None:
+        """Runs at planned offsets, given by key (see ``exponents``), from the next arm on.
+
+        Args:
+            offsets: for every key of the planned graph.
+            active: the keys of cuts that change the exponent, as far as they are worth having in
+                compiled code, where a new one costs a compilation; None for all keys.
+        """
         check_offsets(offsets, LARGEST_OFFSET)
         self._plan = dict(offsets)
+        self._active_keys = None if active is None else tuple(active)
         self.unplanned = False
         self._refresh()
+        self._tell_compiled()
+
+    @property
+    def active_keys(self) -> tuple[str, ...] | None:
+        """What ``follow`` was told last."""
+        return self._active_keys
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -125,6 +145,8 @@ class Engine:
         """Makes the graphs armed from now on record their gradients, until ``take``."""
         self._probe = self._new_probe(self.model)
         self._refresh()
+        if self._compiled is not None:
+            self._compiled.begin_probe()
 
     def take(self) -> Probe | None:
         """Ends the probe and hands it over, its copy to the host under way; None without one."""
@@ -132,6 +154,8 @@ class Engine:
         if probe is not None:
             self._refresh()
             self.unplanned = False
+            if self._compiled is not None:
+                self._compiled.end_probe(seen=not probe.empty)
             probe.send()
         return probe
 
@@ -174,14 +198,18 @@ class Engine:
         """Stops for good. Graphs that are armed run neutral."""
         self._pins, self._plan, self._probe = {}, {}, None
         self._refresh()
+        if self._compiled is not None:
+            self._compiled.close()
         for root in list(self._roots):
             root.gate = None
 
     def _refresh(self) -> None:
         due = bool(self._pins) or any(self._plan.values()) or self._probe is not None
+        if due and self._compiled is None and self._can_watch() and is_compiled(self.model):
+            self._meet_compiled()
         if due and self._handle is None and self._can_watch():
             self._names = Names(self.model)
-            self._handle = _watch(self)
+            self._handle = _watch(self) if self._compiled is None else self._compiled.watch()
         elif not due and self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -192,14 +220,55 @@ class Engine:
     def _can_watch(self) -> bool:
         if not tasks.available():
             self._say("this version of torch does not show its backward passes to Python")
-        elif is_compiled(self.model):
-            self._say(
-                "the model, or a part of it, is compiled, and cuts inside compiled code are not "
-                "supported yet"
-            )
+        elif self._out_of_reach:
+            self._say("the model runs in compiled code that calls it where no probe can reach")
+        elif is_compiled(self.model) and not hasattr(torch.compiler, "set_stance"):
+            self._say("this version of torch cannot run a compiled model uncompiled for a probe")
         else:
             return True
         return False
+
+    # Compiled parts.
+
+    def _meet_compiled(self) -> None:
+        # Imports torch's compiler, which takes seconds: only once there is something compiled.
+        from gradlift.torch.compiled_model import meet
+
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._compiled = meet(self)
+        self._tell_compiled()
+
+    def _tell_compiled(self) -> None:
+        if self._compiled is not None:
+            self._compiled.follow(self._names, self._pins, self._plan, self._active_keys)
+
+    def write(self) -> None:
+        """Brings the factors in compiled graphs up to date; ``arm`` does so too."""
+        if self._compiled is not None and self._compiled.cuts.stale:
+            self._compiled.write()
+            self.unplanned = self.unplanned or self._compiled.unprobed
+
+    @property
+    def _sees_nothing(self) -> bool:
+        """Whether there can be no cut in the graph of a loss, so that it need not be walked."""
+        if self._handle is None:
+            return True
+        return self._compiled is not None and self._probe is None and self._handle.empty
+
+    def _missed(self, found: Walk) -> bool:
+        """Whether the model ran in compiled code though a probe was due."""
+        if found.cuts or not any(map(is_compiled_node, found.nodes)):
+            return False
+        if not self._owns_a_leaf(found):
+            return False
+        if self._compiled is None:
+            self._meet_compiled()
+            self._refresh()
+        elif self._probe is not None:
+            self._out_of_reach = True
+        return True
 
     # The forward pass.
 
@@ -238,13 +307,18 @@ class Engine:
             scaled: a tensor, or tensors in lists, tuples or dicts: the losses times the scale.
                 Their own last op must be the multiplication.
         """
-        if not self.watching or is_rehearsal():
+        if self._compiled is not None:
+            self.write()
+            self.active, self.neutral = self._compiled.active, self._compiled.reason
+        if self._sees_nothing or is_rehearsal():
             return
         tensors = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
         new = [(tensor, _edges_below(tensor)) for tensor in tensors]
         if not new:
             return
         found, old = self._walk([edge for _, edges in new for edge in edges])
+        if self._missed(found):
+            return
         keys = keys_of(found)
         assignment = self._assign(found, keys)
         # Once all of the losses are there, a part that looked unplanned may turn out planned.
@@ -258,6 +332,8 @@ class Engine:
         """Raises what ``arm`` would raise on these losses, not yet scaled; changes nothing."""
         if not self.watching or not self._pins:
             return
+        if self._compiled is not None:
+            self._compiled.check(self._pins)
         for loss in tensors_in(losses):
             if loss.grad_fn is not None:
                 found, _ = self._walk([(loss.grad_fn, loss.output_nr)])
@@ -416,15 +492,6 @@ def is_foreign_pass() -> bool:
         return True
     transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
     return bool(torch.jit.is_tracing() or (transforms is not None and transforms()))
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to the model or to a module in it."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or type(module).__name__ == "OptimizedModule"
-        for module in model.modules()
-    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -135,6 +135,7 @@ def walk(
     edges: Iterable[tuple[Node, int]],
     cuts_of: Callable[[Node], Mapping[int, Any] | None],
     linear: frozenset[type] = frozenset(),
+    ends: Mapping[Node, torch.Tensor] | None = None,
 ) -> Walk:
     """The graph below a loss.
 
@@ -142,15 +143,21 @@ def walk(
         edges: (node, slot) that the gradient of the loss flows into.
         cuts_of: the cuts on a node, by slot.
         linear: autograd Functions declared linear by the user.
+        ends: nodes that stand for a leaf, with that leaf, beside those that accumulate.
     """
-    found = _Search(cuts_of)
+    found = _Search(cuts_of, ends or {})
     found.run(edges)
     return found.result(linear)
 
 
 class _Search:
-    def __init__(self, cuts_of: Callable[[Node], Mapping[int, Any] | None]) -> None:
+    def __init__(
+        self,
+        cuts_of: Callable[[Node], Mapping[int, Any] | None],
+        ends: Mapping[Node, torch.Tensor],
+    ) -> None:
         self.cuts_of = cuts_of
+        self.ends = ends
         self.sets = DisjointSets()
         self.loss = self.sets.add()
         self.index: dict[Node, int] = {}
@@ -161,7 +168,7 @@ class _Search:
     def run(self, edges: Iterable[tuple[Node, int]]) -> None:
         stack: list[Node] = []
         for node, slot in edges:
-            if type(node) is not ACCUMULATE:
+            if type(node) is not ACCUMULATE and node not in self.ends:
                 self._edge(self.loss, node, slot, stack)
         while stack:
             node = stack.pop()
@@ -169,7 +176,7 @@ class _Search:
             for position, (target, slot) in enumerate(node.next_functions):
                 if target is None:
                     continue
-                if type(target) is ACCUMULATE:
+                if type(target) is ACCUMULATE or target in self.ends:
                     self.leaves.append((node, position, target, own))
                 else:
                     self._edge(own, target, slot, stack)
@@ -195,7 +202,7 @@ class _Search:
             if reason:
                 held.setdefault(find(own), reason)
         for _, _, accumulation, own in self.leaves:
-            reason = not_planned_for(accumulation.variable)
+            reason = not_planned_for(self._leaf(accumulation))
             if reason:
                 held.setdefault(find(own), reason)
         for node, slot in self.feeds:
@@ -212,12 +219,16 @@ class _Search:
                 for (node, slot), source in self.feeds.items()
             ],
             [
-                LeafEdge(node, position, accumulation.variable, number[find(own)])
+                LeafEdge(node, position, self._leaf(accumulation), number[find(own)])
                 for node, position, accumulation, own in self.leaves
             ],
             {number[find(component)]: reason for component, reason in held.items()},
             self.cuts,
         )
+
+    def _leaf(self, node: Node) -> torch.Tensor:
+        leaf = self.ends.get(node)
+        return node.variable if leaf is None else leaf
 
     def _join_uses_of_a_leaf(self, held: Mapping[int, str]) -> None:
         first: dict[Node, int] = {}

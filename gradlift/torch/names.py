@@ -37,6 +37,11 @@ class Names:
         for raw, parameter in model.named_parameters():
             self.of_parameter[id(parameter)] = _stripped(model, raw)
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by first name; of a wrapper and what it wraps, the latter."""
+        return {self.of_module[id(module)]: module for module in self._modules}
+
     def resolve(self, names: Iterable[str]) -> dict[str, str]:
         """The first name of each module asked for; a module may have several.
 

@@ -47,6 +47,8 @@ class Call:
     """Tensors or gradient edges named in ``inputs=``; empty when it goes to all leaves."""
     keeps_graph: bool
     """Whether another pass over the same graph may follow (``retain_graph``)."""
+    edges: tuple[tuple[Any, int], ...] = ()
+    """(node, slot) for each of the outputs."""
 
 
 def running_calls() -> list[Call]:
@@ -74,14 +76,17 @@ def _read(frame: FrameType) -> Call | None:
     # grad_tensors, retain_graph, create_graph, inputs: torch passes these by position.
     if outputs is None or not isinstance(arguments, tuple) or len(arguments) < 4:
         return None
-    return Call(tuple(_nodes(outputs)), tuple(arguments[3] or ()), bool(arguments[1]))
+    edges = tuple(_edges(outputs))
+    nodes = tuple(node for node, _ in edges)
+    return Call(nodes, tuple(arguments[3] or ()), bool(arguments[1]), edges)
 
 
-def _nodes(outputs: Any) -> Iterator[Any]:
+def _edges(outputs: Any) -> Iterator[tuple[Any, int]]:
     for output in outputs:
-        node = output.grad_fn if isinstance(output, torch.Tensor) else output.node
+        is_tensor = isinstance(output, torch.Tensor)
+        node = output.grad_fn if is_tensor else output.node
         if node is not None:
-            yield node
+            yield node, output.output_nr
 
 
 def asks_for_an_intermediate(call: Call) -> bool:

@@ -1,0 +1,155 @@
+"""Steps of the adaptive scaler as CUDA graphs: what the host knows after replays."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradlift.torch import AdaptiveGradScaler, adaptive
+from gradlift.torch.replay import CapturedStep
+
+
+def tanh_net(depth, gain, width=16):
+    torch.manual_seed(7)
+    layers = []
+    for _ in range(depth):
+        linear = nn.Linear(width, width)
+        nn.init.normal_(linear.weight, std=gain * width**-0.5)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 4))
+
+
+class Trainer:
+    """``step`` is a whole training step on tensors that stay where they are."""
+
+    def __init__(self, device, depth=3, gain=0.8, **options):
+        self.model = tanh_net(depth, gain).to(device)
+        on_gpu = device == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, fused=on_gpu, capturable=on_gpu
+        )
+        self.scaler = AdaptiveGradScaler(self.model, device, **options)
+        self.x = torch.randn(32, 16, generator=torch.Generator().manual_seed(5)).to(device)
+        self.y = (torch.arange(32) % 4).to(device)
+        self.device, self.factor = device, torch.ones((), device=device)
+
+    def step(self):
+        with torch.autocast(self.device, torch.float16, cache_enabled=False):
+            out = self.model(self.x)
+        loss = F.cross_entropy(out.float(), self.y) * self.factor
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Makes one step believe that it is being captured; on a CPU it runs as well."""
+
+    def run(trainer):
+        with monkeypatch.context() as patch:
+            patch.setattr(adaptive, "capturing", lambda device: True)
+            trainer.step()
+
+    return run
+
+
+def settled(**options):
+    trainer = Trainer("cpu", **options)
+    while trainer.scaler.plan is None or trainer.scaler.probing:
+        trainer.step()
+    return trainer
+
+
+def test_a_probe_cannot_be_captured(capture):
+    trainer = Trainer("cpu")
+    assert trainer.scaler.probing
+    assert not trainer.scaler.replayable
+    with pytest.raises(RuntimeError, match=r"a probe \(scaler.probing\) and cannot be captured"):
+        capture(trainer)
+    trainer.scaler.close()
+
+
+def test_replayed_needs_a_captured_step():
+    trainer = settled()
+    with pytest.raises(RuntimeError, match=r"replayed\(\) comes after"):
+        trainer.scaler.replayed()
+    trainer.scaler.close()
+
+
+def test_the_host_catches_up_after_replays_and_the_next_probe_comes_in_time(capture):
+    trainer, twin = settled(interval=20), settled(interval=20)
+    capture(trainer)
+    assert trainer.scaler.replayable
+    steps = 0
+    while trainer.scaler.replayable:
+        trainer.scaler.replayed()
+        twin.step()
+        steps += 1
+        assert steps < 30
+    assert trainer.scaler.probing
+    assert twin.scaler.probing
+    trainer.step()
+    assert not trainer.scaler.probing
+    assert trainer.scaler._step_number == twin.scaler._step_number + 1
+    trainer.scaler.close()
+    twin.scaler.close()
+
+
+def test_a_captured_step_is_heard_of(capture):
+    """Each replay brings the row of the captured step; here an overflow that it found."""
+    trainer = settled()
+    trainer.factor.fill_(1e30)
+    before = trainer.scaler.get_scale()
+    capture(trainer)
+    for _ in range(adaptive.DELAY + 1):
+        assert trainer.scaler.replayable
+        trainer.scaler.replayed()
+    assert trainer.scaler.probing, "an overflow asks for a probe"
+    assert not trainer.scaler.replayable
+    assert trainer.scaler.get_scale() < before
+    trainer.scaler.close()
+
+
+def test_new_exponents_make_a_captured_step_stale(capture):
+    trainer = settled()
+    capture(trainer)
+    trainer.scaler.pin({"2": 3})
+    assert not trainer.scaler.replayable
+    capture(trainer)
+    assert trainer.scaler.replayable
+    trainer.scaler.close()
+
+
+def test_a_copy_has_captured_nothing(capture):
+    trainer = settled()
+    capture(trainer)
+    assert not copy.deepcopy(trainer.scaler).replayable
+    trainer.scaler.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth_and_gain", [(3, 0.8), (40, 0.4)], ids=["one scale", "cuts"])
+def test_gpu_a_replayed_run_takes_the_steps_of_one_that_is_not(depth_and_gain):
+    depth, gain = depth_and_gain
+    runs = [Trainer("cuda", depth, gain, interval=25) for _ in range(2)]
+    captured = CapturedStep(runs[0].scaler, runs[0].step)
+    for number in range(120):
+        for run in runs:
+            run.factor.fill_(1e30 if number == 60 else 1.0)
+        captured()
+        runs[1].step()
+        assert runs[0].scaler.probing == runs[1].scaler.probing, number
+    assert captured.replays > 60
+    assert bool(runs[0].scaler.plan.active) == (depth == 40)
+    assert runs[0].scaler.plan == runs[1].scaler.plan
+    assert runs[0].scaler.get_scale() == runs[1].scaler.get_scale()
+    assert runs[0].scaler.skipped_steps == runs[1].scaler.skipped_steps == 1
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for run in runs:
+        run.scaler.close()
