@@ -373,17 +373,9 @@ def test_refuses_a_version_that_nobody_looked_at(monkeypatch):
         prepare_scaler(fp16())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("after", [False, True])
-def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
-    """accelerate#1714."""
-    accelerator = fp16("cuda")
-    scaler = GradScaler("cuda", init_scale=2.0**10)
-    if not after:
-        prepare_scaler(accelerator, scaler)
-    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
-    if after:
-        prepare_scaler(accelerator, scaler)
+def four_watched_steps(accelerator, model, optimizer):
+    """Step 1 overflows; what ``step_was_skipped`` says after each. An operation of ``step`` that
+    waits for the device is an error, but in the first step."""
     said = []
     for step in range(4):
         inputs, targets = batch_of(step, "cuda")
@@ -396,7 +388,33 @@ def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
             torch.cuda.set_sync_debug_mode("default")
         optimizer.zero_grad()
         said.append(bool(optimizer.step_was_skipped))
-    assert said == [False, True, False, False]
+    return said
+
+
+@pytest.mark.gpu
+def test_gpu_stock_waits_or_does_not_know():
+    """accelerate#1714: without a fused optimizer every step waits, with one nobody knows."""
+    accelerator = with_stock_scaler(fp16("cuda"), "cuda")
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, False))
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        four_watched_steps(accelerator, model, optimizer)
+    accelerator = with_stock_scaler(fp16("cuda"), "cuda")
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
+    assert four_watched_steps(accelerator, model, optimizer) == [False] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("after", [False, True])
+def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
+    """accelerate#1714, gone."""
+    accelerator = fp16("cuda")
+    scaler = GradScaler("cuda", init_scale=2.0**10)
+    if not after:
+        prepare_scaler(accelerator, scaler)
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
+    if after:
+        prepare_scaler(accelerator, scaler)
+    assert four_watched_steps(accelerator, model, optimizer) == [False, True, False, False]
 
 
 def one_of_two_ranks(folder, kill_at, device):

@@ -14,7 +14,12 @@ from gradlift.torch import GradScaler
 
 ROOT = Path(__file__).parent.parent
 # As they were before any test let a trainer write ranks and addresses there.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def start(name, ranks=0):
