@@ -348,6 +348,14 @@ def test_logs_scale_skips_and_norm():
     assert 0 < seen.rows[0]["gradlift/grad_norm"] < 10
 
 
+def test_refuses_a_version_that_nobody_looked_at(monkeypatch):
+    from gradlift.integrations import overrides
+
+    monkeypatch.setattr(overrides, "version", lambda package: "2.7.0")
+    with pytest.raises(RuntimeError, match=r"2\.7\.0 is installed.*Install 'lightning>=2.5,<2.7'"):
+        fit(max_steps=1)
+
+
 def test_the_module_is_left_as_it_was():
     model, _ = fit(max_steps=2)
     assert "lr_scheduler_step" not in vars(model)

@@ -40,7 +40,7 @@ try:
     from accelerate.utils.constants import SCALER_NAME
 except ImportError as error:
     raise ImportError(
-        "gradlift.integrations.accelerate needs Accelerate 1.10 or newer: "
+        "gradlift.integrations.accelerate needs Accelerate 1.10 to 1.15: "
         "pip install 'gradlift[accelerate]'"
     ) from error
 
@@ -69,7 +69,7 @@ def prepare_scaler(accelerator: Accelerator, scaler: ScalerSource = None) -> Pre
         A handle with the ``scaler``, which puts everything back with ``remove()`` or at the end
         of a ``with`` block.
     """
-    require_version("accelerate", "1.10", "2")
+    require_version("accelerate", "1.10", "1.16")
     source.check(scaler)
     if accelerator.mixed_precision != "fp16":
         raise ValueError(
