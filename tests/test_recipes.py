@@ -129,6 +129,16 @@ def test_transformers():
     assert numbers(text, r"skipped (\d+) of 40")[0] >= 3
 
 
+@pytest.mark.slow
+def test_qat_digits():
+    pytest.importorskip("torchao")
+    text = start("qat_digits.py")
+    (float32,) = numbers(text, r"float32 +([\d.]+)")
+    (int8,) = numbers(text, r"folded to int8, saved, loaded +([\d.]+)")
+    assert float32 - int8 < 0.015
+    assert int8 > 0.95
+
+
 def test_cuda_graphs_says_what_it_needs():
     if not torch.cuda.is_available():
         assert "needs a CUDA device" in start("recipe_cuda_graphs.py")
