@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradlift.torch.optim import Phase
 from gradlift.torch.readback import capturing
 
 
@@ -68,6 +69,7 @@ def _must_know_first(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> boo
     exist, found_inf is read back: a sync in the first step of a rare setting."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
+    Phase.let_go(optimizer)  # or step() takes back buffers of zeros that Phase has made
     dampened = False
     for group in optimizer.param_groups:
         if not group["momentum"]:

@@ -94,17 +94,6 @@ def local(grad: Tensor) -> Tensor:
     return grad if to_local is None else to_local()
 
 
-def is_spread(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a gradient is a DTensor on several ranks, of which each holds a part."""
-    for param in parameters(optimizer):
-        grad = param.grad
-        if grad is not None and type(grad) is not Tensor:
-            mesh = getattr(grad, "device_mesh", None)
-            if mesh is not None and mesh.size() > 1:
-                return True
-    return False
-
-
 def _coalesced(grad: Tensor) -> Tensor:
     if grad.dtype is torch.float16 and grad.device.type == "cpu":
         return grad.float().coalesce().to(torch.float16)
@@ -196,14 +185,15 @@ def norm(buckets: Buckets, device: torch.device) -> Tensor:
     norms = [
         value.to(device, non_blocking=True)
         for (where, _), grads in buckets.items()
-        for value in _tensor_norms(grads, where)
+        for value in tensor_norms(grads, where)
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.linalg.vector_norm(torch.stack(norms)).float()
 
 
-def _tensor_norms(grads: list[Tensor], device: torch.device) -> list[Tensor]:
+def tensor_norms(grads: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The L2 norm of each gradient as it lies, 0-d; float64 where the device has it."""
     if has_float64(device):
         return list(torch._foreach_norm(grads, 2, dtype=torch.float64))
     return [_guarded_norm(grad) for grad in grads]

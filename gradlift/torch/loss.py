@@ -7,13 +7,11 @@ and then two steps both steps see both, with loss, step, loss, step each sees it
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradlift.torch.grads import local
+from gradlift.torch.pipelines import is_rehearsal
 from gradlift.torch.update import has_triton
 
 
@@ -31,13 +29,15 @@ class LossWatch:
         self.seen = False
         """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
 
-    def see(self, output: Tensor, device: torch.device, process_group: Any) -> None:
+    def see(self, output: Tensor, device: torch.device) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
+        if is_rehearsal():
+            return
         self.seen = True
         self.outside = self.outside or (output.requires_grad and not self.in_closure)
         if self._taken:
             self.reset()
-        if not _applies(process_group) or not output.is_floating_point():
+        if not output.is_floating_point():
             return
         value = output._values() if output.is_sparse else local(output)
         if not value.numel():
@@ -91,12 +91,3 @@ def _not_finite(value: Tensor) -> Tensor:
     # x - x is 0 for a finite x and NaN for inf and NaN: two small launches for the whole test.
     flag = (value - value).ne_(0).float()
     return flag if flag.dim() == 0 else flag.reshape(())
-
-
-def _applies(process_group: Any) -> bool:
-    """Ranks that train together must decide alike: one that keeps its scale while another halves
-    would average gradients of different scales. So without a group to reduce over, a bad loss in
-    a job of several ranks is left to show in the gradients, like any overflow."""
-    if process_group is not None or not dist.is_available() or not dist.is_initialized():
-        return True
-    return dist.get_world_size() == 1

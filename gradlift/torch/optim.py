@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from gradlift.torch import reference
+from gradlift.torch import distributed, reference
+from gradlift.torch.grads import local
 from gradlift.torch.optim_state import DeviceState, HandOver, same, same_order
 from gradlift.torch.reference import Measure
 from gradlift.torch.tables import (
@@ -69,7 +70,10 @@ class Phase:
             inner, self._lows = optimizer.inner, optimizer.lows
             self._stochastic = optimizer.stochastic_rounding
         self._inner = weakref.ref(inner)
-        self._seed = torch.initial_seed() % 2**31
+        # Ranks that hold copies have to round alike, whatever each of them was seeded with.
+        self._seed = 0 if distributed.initialized() else torch.initial_seed() % 2**31
+        self.on_shards = False
+        """Whether the last ``gather`` met DTensors, whose local parts are worked on."""
         self._params: list[Tensor] = []
         self._grads: GradTable | None = None
         self._table: UpdateTable | None = None
@@ -86,6 +90,13 @@ class Phase:
         if optimizer not in _PHASES:
             _PHASES[optimizer] = cls(optimizer)
         return _PHASES[optimizer]
+
+    @classmethod
+    @torch._disable_dynamo
+    def let_go(cls, optimizer: Optimizer) -> None:
+        """Leave the state of ``optimizer`` as torch's own ``step()`` expects it."""
+        if optimizer in _PHASES:
+            _PHASES[optimizer]._state.hand_over()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -114,6 +125,14 @@ class Phase:
         present = [grad for grad in grads if grad is not None]
         if not present:
             return "there are no gradients"
+        self.on_shards = any(type(grad) is not Tensor for grad in present)
+        if self.on_shards:
+            reason = _refuse_shards(owners, grads)
+            if reason is not None:
+                return reason
+            owners = [local(owner) for owner in owners]
+            grads = [None if grad is None else local(grad) for grad in grads]
+            present = [grad for grad in grads if grad is not None]
         for grad in present:
             if type(grad) is not Tensor or grad.layout is not torch.strided:
                 return f"a gradient is a {type(grad).__name__}, {grad.layout}"
@@ -302,7 +321,22 @@ def _refuse_grads(grads: list[Tensor | None]) -> str | None:
     return None
 
 
+def _refuse_shards(owners: list[Tensor], grads: list[Tensor | None]) -> str | None:
+    """Why DTensors cannot be updated shard by shard, or None."""
+    for owner, grad in zip(owners, grads, strict=True):
+        if grad is None or type(grad) is Tensor:
+            continue
+        places = [
+            (getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (owner, grad)
+        ]
+        if places[0] != places[1]:
+            return f"a {type(grad).__name__} gradient is placed otherwise than its parameter"
+    return None
+
+
 def _refuse_params(params: list[Tensor], lows: dict[Tensor, Tensor]) -> str | None:
+    params = [local(param) for param in params]
+    lows = {local(param): local(low) for param, low in lows.items()}
     devices = {p.device for p in params}
     if len(devices) != 1:
         return f"parameters are on several devices: {sorted(map(str, devices))}"

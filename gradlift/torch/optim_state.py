@@ -1,7 +1,8 @@
 """The state of a stock optimizer, kept where a step that the device may skip can use it.
 
 See ``optim`` for what lives where and why. Everything here is about the moments at which that
-matters: state is made, torch's own ``step()`` runs, a checkpoint is taken or loaded.
+matters: state is made, torch's own ``step()`` runs, a checkpoint is taken or loaded. State of a
+DTensor is a DTensor like it, as torch makes it; a ``Slot`` holds what of both lies on this rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradlift.torch.grads import local
 from gradlift.torch.tables import Rule, Slot, capturing
 
 
@@ -69,7 +71,8 @@ class DeviceState:
 
     def slot(self, param: Tensor, low: Tensor | None) -> Slot:
         """The tensors of ``param``; only itself if it never had a gradient."""
-        return self._slots.get(param, Slot(param, low))
+        found = self._slots.get(param)
+        return Slot(local(param), None if low is None else local(low)) if found is None else found
 
     def prepare(
         self,
@@ -102,8 +105,10 @@ class DeviceState:
             param, rule = params[index], rules[index]
             had = state.get(param, {}).get("momentum_buffer") is not None
             self._make(param, rule)
-            slots[param] = Slot(param, lows.get(param), *self._state_of(param, rule))
-            taken = self._taken(slots[param], rule, had)
+            low = lows.get(param)
+            low = None if low is None else local(low)
+            slots[param] = Slot(local(param), low, *self._state_of(param, rule))
+            taken = self._taken(param, slots[param], rule, had)
             if isinstance(taken, Tensor):
                 slots[param] = slots[param]._replace(taken=taken)
             else:
@@ -117,7 +122,8 @@ class DeviceState:
         slot = self._slots.get(param)
         if slot is None or slot.first is None:
             return slot is not None
-        return any(value is slot.first for value in self.optimizer.state.get(param, {}).values())
+        values = self.optimizer.state.get(param, {}).values()
+        return any(isinstance(v, Tensor) and local(v) is slot.first for v in values)
 
     def _make(self, param: Tensor, rule: Rule) -> None:
         names = _names(rule)
@@ -134,16 +140,16 @@ class DeviceState:
 
     def _state_of(self, param: Tensor, rule: Rule) -> list[Tensor | None]:
         names = _names(rule)
-        found = [self.optimizer.state[param][name] for name in names]
+        found = [local(self.optimizer.state[param][name]) for name in names]
         return [*found, *[None] * (3 - len(found))]
 
-    def _taken(self, slot: Slot, rule: Rule, had: bool) -> Tensor | float:
+    def _taken(self, param: Tensor, slot: Slot, rule: Rule, had: bool) -> Tensor | float:
         """The counter on the device, or the number to start one with."""
         if rule.kind == "adam":
-            step = self.optimizer.state[slot.param]["step"]
+            step = local(self.optimizer.state[param]["step"])
             ready = step.device == slot.param.device and step.dtype == torch.float32
             return step if ready else float(step)
-        old = self._slots.get(slot.param)
+        old = self._slots.get(param)
         if old is not None and old.taken is not None and old.first is slot.first:
             return old.taken
         return float(had)
@@ -230,6 +236,11 @@ def same_order(left: Tensor, right: Tensor) -> bool:
     return left.stride() == right.stride() or (left.is_contiguous() and right.is_contiguous())
 
 
+def _lies_like(state: Tensor, param: Tensor) -> bool:
+    placed = (getattr(tensor, "placements", None) for tensor in (state, param))
+    return len(set(placed)) == 1 and same_order(local(state), local(param))
+
+
 def _refuse_state(state: dict[str, Any] | None, param: Tensor, rule: Rule) -> str | None:
     """Why state that is there cannot be used, or None."""
     if not state:
@@ -241,7 +252,7 @@ def _refuse_state(state: dict[str, Any] | None, param: Tensor, rule: Rule) -> st
         if tensor is None:
             if rule.kind == "adam":
                 return f"the state of a parameter has no {name}"
-        elif tensor.device != param.device or not same_order(tensor, param):
+        elif tensor.device != param.device or not _lies_like(tensor, param):
             return f"{name} does not lie like its parameter"
         elif tensor.dtype not in (param.dtype, torch.float32) or (
             tensor.dtype != state[_names(rule)[0]].dtype

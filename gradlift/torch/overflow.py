@@ -111,6 +111,11 @@ class OverflowLog:
         self._model = None if model is None else weakref.ref(model)
         self._forget()
 
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model that names come from, if there is one and it lives."""
+        return None if self._model is None else self._model()
+
     def _forget(self) -> None:
         self._last: Report = ()
         self._counted: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = (
@@ -266,7 +271,7 @@ class OverflowLog:
     def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """A name for each of the optimizer's parameters, in its order: the model's where a model
         is known, the optimizer's own where it was built from named parameters, else its place."""
-        model = None if self._model is None else self._model()
+        model = self.model
         known = {} if model is None else Names(model).of_parameter
         names = []
         for g, group in enumerate(optimizer.param_groups):

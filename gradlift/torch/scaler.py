@@ -67,7 +67,9 @@ class GradScaler(Stepping):
             many skipped steps in a row.
         allow_fp16_grads: accept float16 gradients in ``unscale_`` and ``step``.
         clear_grads_on_skip: set an optimizer's gradients to zero when its step is skipped.
-        process_group: the ranks that must decide alike; found_inf is reduced over it.
+        process_group: the ranks that must decide alike: a process group, or a ``DeviceMesh`` of
+            any shape. By default the widest that DTensor parameters, or a DDP or FSDP wrapper
+            given as ``model``, imply; for plain parameters that is none, and nothing is sent.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class GradScaler(Stepping):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale = cast(Tensor, self._scale)
-            self._losses.see(outputs, scale.device, self._process_group)
+            self._losses.see(outputs, scale.device)
             return outputs * scale.to(outputs.device, non_blocking=True)
         if isinstance(outputs, abc.Iterable):
             scaled = map(self.scale, outputs)
@@ -162,7 +164,7 @@ class GradScaler(Stepping):
             return self._step_disabled(optimizer, closure, max_norm, args, kwargs)
         self._known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
-            self._device_state("step")
+            self._ready(optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -213,6 +215,7 @@ class GradScaler(Stepping):
         self._losses.reset()
         self._losses.outside = False
         if not torch.compiler.is_compiling():
+            self._check_dispute()
             self._reactions.to(self._readback.tick(counts), self)
 
     def _overflow_counts(self, required: bool = True) -> tuple[Tensor, Tensor]:

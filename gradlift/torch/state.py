@@ -50,6 +50,7 @@ class Remembering(torch.amp.GradScaler):
         self._init_hysteresis_tracker = policy.hysteresis
         self._init_skipped_steps = 0
         self._loaded_clocks: list[list[bool]] = []
+        self._loads = 0
         self._forget_device()
 
     @property
@@ -189,6 +190,7 @@ class Remembering(torch.amp.GradScaler):
                 "from a disabled instance of GradScaler."
             )
         loaded = checkpoint.read(state_dict, self._policy)
+        self._loads += 1
         self._policy = loaded.policy
         self._init_scale = loaded.scale
         self._init_growth_tracker = loaded.growth_tracker

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from gradlift.torch import closures, distributed, fused, grads
+from gradlift.torch import closures, fused, grads, spread
+from gradlift.torch.agreeing import Agreeing
 from gradlift.torch.optim import Phase
-from gradlift.torch.state import Remembering
 from gradlift.torch.update import has_triton
 
 
-class Stepping(Remembering):
+class Stepping(Agreeing):
     """Adds checks and steps to what is remembered."""
 
     _allow_fp16_grads: bool
     _clear_grads_on_skip: bool
-    _process_group: Any
 
     # Unscale and check.
 
@@ -48,7 +47,7 @@ class Stepping(Remembering):
         """
         if not self._enabled:
             return
-        self._device_state("unscale_")
+        self._ready(optimizer, "unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -61,15 +60,16 @@ class Stepping(Remembering):
         state["stage"] = OptState.UNSCALED
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._device_state("_check_inf_per_device")
-        return self._check(optimizer, self._one, True)
+        self._ready(optimizer, "_check_inf_per_device")
+        self._check(optimizer, self._one, True)
+        state = self._per_optimizer_states[id(optimizer)]
+        self._settle(state)
+        return state["found_inf_per_device"]
 
-    def _check(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, allow_fp16: bool
-    ) -> dict[Any, Any]:
+    def _check(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, allow_fp16: bool) -> None:
         state = self._per_optimizer_states[id(optimizer)]
         self._checked = None
-        bad_loss, unseen = self._losses.take()
+        bad_loss, unseen = self._losses.take() if self._loss_counts() else (None, None)
         start = self._zero if bad_loss is None else bad_loss
         flags = self._unscale_grads_(optimizer, inv_scale, start, allow_fp16)
         if flags and not torch.compiler.is_compiling():
@@ -79,21 +79,30 @@ class Stepping(Remembering):
             if unseen is not None and looked is None:
                 bad_loss = cast(Tensor, self._losses.look())
                 flags = {d: torch.maximum(f, bad_loss.to(d)) for d, f in flags.items()}
-        if self._process_group is not None:
-            flags, bad_loss = self._agree(flags, bad_loss)
+        elif unseen is not None:
+            bad_loss = self._losses.look()  # no gradients here; the other ranks have to know
         state["found_inf_per_device"] = flags
         state["bad_loss"] = bad_loss
-        return flags
+        if self._ranks is not None:
+            self._ask_ranks(optimizer, state)
 
-    def _agree(
-        self, flags: dict[torch.device, Tensor], bad_loss: Tensor | None
-    ) -> tuple[dict[torch.device, Tensor], Tensor | None]:
+    def _ask_ranks(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Begin the agreement over what ``state`` holds of this rank; ``_settle`` ends it."""
         device = cast(Tensor, self._scale).device
-        mine = grads.combine(flags.values(), device)
-        found, bad_loss = distributed.agree(
-            self._zero if mine is None else mine, bad_loss, self._process_group
-        )
-        return {device: found}, bad_loss
+        squares = None
+        if state.pop("measures", False):
+            squares = self._spread.squares(optimizer, *self._collect(optimizer), device)
+        flags = [*state["found_inf_per_device"].values()]
+        if state["bad_loss"] is not None:
+            flags.append(state["bad_loss"])
+        found = grads.combine(flags, device)
+        found = self._zero if found is None else found
+        state["found_inf_per_device"] = {device: found}
+        state["exchange"] = self._propose(found, state["bad_loss"], squares)
+
+    def _collect(self, optimizer: torch.optim.Optimizer) -> tuple[grads.Buckets, grads.Rows]:
+        with torch.no_grad():
+            return grads.collect_rows(optimizer, True, coalesce=True)
 
     # Step.
 
@@ -103,6 +112,7 @@ class Stepping(Remembering):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             state["stepping"] = True
+            state["measures"] = max_norm is not None
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
@@ -142,6 +152,7 @@ class Stepping(Remembering):
             return result
         grad_scale = None
         if state["stage"] is OptState.READY:
+            state["measures"] = max_norm is not None
             self._check_inf_per_device(optimizer)
             grad_scale = self._scale
         found = self._last_found = self._found(state)
@@ -164,8 +175,10 @@ class Stepping(Remembering):
             self.slow_step_reason = "the gradients are not on the loss's device"
         elif self.slow_step_reason is None and fused.supports(optimizer):
             sizes = phase.grads.host_numels
-            # On the CPU the passes gain by staying in the cache, and lose by their bookkeeping.
-            if phase.grads.device.type == "cpu" and sum(sizes) < 4096 * len(sizes):
+            # On the CPU the passes gain by staying in the cache, and lose by their bookkeeping;
+            # less, though, than torch's own way loses on DTensors.
+            small = phase.grads.device.type == "cpu" and sum(sizes) < 4096 * len(sizes)
+            if small and not phase.on_shards:
                 self.slow_step_reason = "tensors too small to gain on the CPU"
         return self.slow_step_reason is None
 
@@ -179,22 +192,25 @@ class Stepping(Remembering):
         if unscaled:
             scale, found = self._one, self._found(state).clone()
         else:
-            bad_loss, unseen = self._losses.take()
+            counts = self._loss_counts()
+            bad_loss, unseen = self._losses.take() if counts else (None, None)
             if unseen is not None:
                 bad_loss = self._losses.look()
             state["bad_loss"] = bad_loss
             found = (self._zero if bad_loss is None else bad_loss).clone()
         # After unscale_ the ranks have agreed already: what one of them finds now it must not
         # act on alone.
-        agreed = unscaled and self._process_group is not None
+        agreed = unscaled and self._ranks is not None
         measured = phase.measure(scale, found.clone() if agreed else found, amax=self._wants_amax)
         if measured.amax is not None and state["stage"] is OptState.READY:
             self._note_amax(measured.amax)
         norm = measured.norm
-        if self._process_group is not None and not agreed:
-            found, state["bad_loss"] = distributed.agree(
-                found, state["bad_loss"], self._process_group
-            )
+        if self._ranks is not None:
+            squares = self._spread.squares_of(optimizer, measured.sumsq)
+            state["exchange"] = self._propose(found, state["bad_loss"], squares)
+            self._settle(state)
+            found = self._found(state)
+            norm = (state.pop("norm") / scale).float()
         state["found_inf_per_device"] = {scale.device: found}
         self._last_found, self._grad_norm = found, norm
         self._overflow.count(optimizer, phase.grads, found, self._updates)
@@ -284,6 +300,7 @@ class Stepping(Remembering):
         return bad_loss
 
     def _found(self, state: dict[str, Any]) -> Tensor:
+        self._settle(state)
         device = cast(Tensor, self._scale).device
         found = grads.combine(state["found_inf_per_device"].values(), device)
         return self._zero if found is None else found
@@ -302,18 +319,32 @@ class Stepping(Remembering):
         self, optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
     ) -> Tensor:
         """Measure gradients that are ``scale`` times too large; what to multiply them by."""
-        if grads.is_spread(optimizer):
-            raise ValueError(
-                "max_norm cannot clip DTensor gradients that are spread over ranks yet: each rank "
-                "would clip by the norm of its own part. Call scaler.unscale_(optimizer) and "
-                "torch.nn.utils.clip_grad_norm_(...) before scaler.step(optimizer)"
-            )
-        buckets = grads.collect(optimizer, True, coalesce=True)
-        device = next(iter(buckets))[0] if scale is None and buckets else None
-        where = scale.device if scale is not None else device or torch.device("cpu")
-        norm = grads.norm(buckets, where)
+        if self._join(optimizer) is not None:
+            norm = self._norm_over_ranks(optimizer).float()
+        else:
+            buckets = grads.collect(optimizer, True, coalesce=True)
+            device = next(iter(buckets))[0] if scale is None and buckets else None
+            where = scale.device if scale is not None else device or torch.device("cpu")
+            norm = grads.norm(buckets, where)
         self._grad_norm = norm if scale is None else norm / scale
         return grads.clip_coefficient(self._grad_norm, max_norm)
+
+    def _norm_over_ranks(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """As the check found it; of gradients checked before ``step`` it is measured now, since
+        they may have been changed."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if "norm" in state:
+            return state.pop("norm")
+        if not self._enabled:
+            spread.sum_partials_(optimizer)
+        device = grads.local(next(grads.parameters(optimizer)).detach()).device
+        home = device if self._scale is None else self._scale.device
+        squares = self._spread.squares(optimizer, *self._collect(optimizer), home)
+        if self._enabled:
+            exchange = self._propose(self._found(state), state["bad_loss"], squares)
+        else:
+            exchange = self._propose_norm(squares)
+        return self._heed_verdict(exchange.settle()).norm
 
     def _clip_unscaled_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         with torch.no_grad():
