@@ -34,13 +34,13 @@ class UnevenInputs(Joinable):
 
     def __init__(self, scaler: GradScaler, *optimizers: torch.optim.Optimizer) -> None:
         super().__init__()
+        if not optimizers:
+            raise ValueError("name the optimizers that step with this scaler, in their order")
         if scaler._process_group is None:
             raise ValueError(
                 "the scaler has no process_group, so its ranks decide alone and a rank without "
                 "batches cannot follow the others: GradScaler(..., process_group=group)"
             )
-        if not optimizers:
-            raise ValueError("name the optimizers that step with this scaler, in their order")
         self._scaler = scaler
         self._optimizers = optimizers
 
