@@ -89,7 +89,7 @@ class Spread:
         classes, copy = self.classes(optimizer)
         sums = self._offset(classes, home)
         for (device, dtype), tensors in buckets.items():
-            norms = torch.stack(grads.tensor_norms(tensors, device)).to(home, non_blocking=True)
+            norms = grads.tensor_norms(tensors, device).to(home, non_blocking=True)
             mask = self._mask(tuple(classes[row] for row in rows[device, dtype]), home)
             sums = sums + mask @ norms.to(mask.dtype).square()
         return Squares(sums, copy)

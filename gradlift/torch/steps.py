@@ -170,16 +170,12 @@ class Stepping(Agreeing):
     def _can_step_fast(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the two-pass phase can serve this step; it has then gathered the gradients."""
         phase = Phase.of(optimizer)
+        if fused.supports(optimizer) and phase.is_small():
+            self.slow_step_reason = "tensors too small to gain on the CPU"
+            return False
         self.slow_step_reason = phase.gather()
         if self.slow_step_reason is None and phase.grads.device != cast(Tensor, self._scale).device:
             self.slow_step_reason = "the gradients are not on the loss's device"
-        elif self.slow_step_reason is None and fused.supports(optimizer):
-            sizes = phase.grads.host_numels
-            # On the CPU the passes gain by staying in the cache, and lose by their bookkeeping;
-            # less, though, than torch's own way loses on DTensors.
-            small = phase.grads.device.type == "cpu" and sum(sizes) < 4096 * len(sizes)
-            if small and not phase.on_shards:
-                self.slow_step_reason = "tensors too small to gain on the CPU"
         return self.slow_step_reason is None
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
