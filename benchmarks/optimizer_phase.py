@@ -37,9 +37,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from turns import Ratio, rotate
-from turns import compare as compare_rounds
 
+from benchmarks.turns import Ratio, rotate
+from benchmarks.turns import compare as compare_rounds
 from gradlift.torch import GradScaler
 from gradlift.torch.masters import MasterWeights
 from gradlift.torch.optim import Phase
@@ -373,7 +373,7 @@ def main() -> None:
     clock = Clock(device, args.rounds or (4 if args.quick else 12 if on_gpu else 20))
     bandwidth = copy_bandwidth(device)
     clear(device)
-    print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
+    print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s")
     if args.sweep:
         sweep(clock, bandwidth)
         return
