@@ -62,7 +62,7 @@ def scaler_of(*, seen: bool = True, kind: Any = GradScaler, **options: Any) -> A
 
 
 def plain(*sizes: int) -> list[Tensor]:
-    params = [nn.Parameter(torch.ones(size)) for size in sizes]
+    params: list[Tensor] = [nn.Parameter(torch.ones(size)) for size in sizes]
     for param in params:
         param.grad = torch.full_like(param, 8.0)
     return params
@@ -206,7 +206,8 @@ def a_mesh_of_a_part_of_the_job_is_reduced_along_its_dimensions() -> None:
 def meshes_that_do_not_hold_each_other_need_a_group() -> None:
     a, b = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [1, 2, 3])
     if dist.get_rank() in (1, 2):
-        params = [placed(torch.ones(3), mesh, Replicate()) for mesh in (a, b)]
+        values = [DTensor.from_local(torch.ones(3), mesh, [Replicate()]) for mesh in (a, b)]
+        params: list[Tensor] = [nn.Parameter(value) for value in values]
         scaler = scaler_of()
         refused(lambda: scaler.step(sgd(params)), "[0, 1, 2]", "process_group=", error=ValueError)
 
