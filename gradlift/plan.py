@@ -7,6 +7,7 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      low  = format's smallest exponent - smallest gradient that must be kept
                      out of sight below: raise towards high, ask for another probe
                      out of sight above: lower, ask for another probe
+    all of them:     where one exponent would serve with a bit or two less of headroom, it does
     exponents:       the last ones, while they lie in their intervals and little would be gained;
                      otherwise those with the fewest active cuts, see ``potential``
 
@@ -53,6 +54,11 @@ __all__ = [
 ]
 
 
+# Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
+# multiplication in every step, and between probes the exponent follows the gradients anyway.
+SPARED = 2
+
+
 def choose(
     graph: Graph,
     histograms: Sequence[Histogram | None],
@@ -91,6 +97,7 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
+    found = _spared(graph, found, min(SPARED, max(headroom - 1, 0)))
     usable = [bounds.interval.usable for bounds in found]
     exponents = _settle(graph, usable, before, headroom)
     planned = tuple(
@@ -149,7 +156,9 @@ def _bounds(
 ) -> Bounds:
     """What a component allows; what was seen of one that took in an inf says nothing."""
     if histogram is None or (spread and before):
-        return Bounds(before.interval, dead=before.dead) if before else Bounds(ANY)
+        if before is None:
+            return Bounds(ANY)
+        return Bounds(before.interval, dead=before.dead, reserved=before.reserved)
     return judge(
         replace(histogram, nonfinite=0) if spread else histogram,
         format,
@@ -159,6 +168,19 @@ def _bounds(
         dead=before.dead if before else 0,
         zeros=before.zeros if before else None,
     )
+
+
+def _spared(graph: Graph, found: list[Bounds], bits: int) -> list[Bounds]:
+    """With upper ends raised by as few as ``bits`` where that leaves no cut to be active."""
+    usable = [bounds.interval.usable for bounds in found]
+    needed = max(interval.low for interval in usable)
+    lowest = min(interval.high for interval in usable)
+    # Where everything is held at one exponent there is no cut to spare.
+    movable = set(graph.pinned.values()) == {0} and len(graph.pinned) < len(found)
+    burnt = any(b.unseen == NOT_FINITE and b.interval.high < needed for b in found)
+    if not movable or burnt or not 0 < needed - lowest <= bits:
+        return found
+    return [bounds.raised(needed) for bounds in found]
 
 
 def _settle(
@@ -247,7 +269,16 @@ def _outcome(
         flushed = histogram.below(format.min_subnormal - exponent)
         lost, zeros = flushed / max(histogram.nonzero, 1), histogram.zero_fraction
     excess = _excess(bounds, format, histogram, before)
-    return Planned(component.modules, exponent, bounds.interval, lost, zeros, bounds.dead, excess)
+    return Planned(
+        component.modules,
+        exponent,
+        bounds.interval,
+        lost,
+        zeros,
+        bounds.dead,
+        excess,
+        bounds.reserved,
+    )
 
 
 def _excess(

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift.formats import get, round_to
-from gradlift.plan import BINS, Component, Cut, Graph, Histogram, Interval, Plan, choose
+from gradlift.plan import BINS, SPARED, Component, Cut, Graph, Histogram, Interval, Plan, choose
 from gradlift.potential import MAX_EXPONENT, MIN_EXPONENT
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
@@ -157,7 +158,9 @@ def test_nothing_that_was_seen_overflows(problem, options):
         if histogram and histogram.counts and exponent > MIN_EXPONENT:
             format = get(component.format or options["format"])
             largest = max(histogram.counts[-1][0], histogram.parameters or -999)
-            assert exponent + largest + options["headroom"] <= format.max_exponent
+            # Bits that a cut is not worth; none where one is active, and one is always left.
+            spared = 0 if plan.active else min(SPARED, max(options["headroom"] - 1, 0))
+            assert exponent + largest + options["headroom"] - spared <= format.max_exponent
 
 
 @fixed
@@ -251,16 +254,35 @@ def test_one_exponent_for_a_network_that_allows_it():
 
 
 def test_a_cut_where_one_exponent_is_not_enough_says_why():
-    plan = choose(chain(3), [seen(-20, -2), seen(-40, -22), seen(-40, -22)])
+    plan = choose(chain(3), [seen(-20, -2), seen(-43, -22), seen(-40, -22)])
     assert plan.offsets == (0, plan.exponents[1] - plan.exponents[0], plan.offsets[1])
     (cut,) = plan.active
     assert (cut.name, cut.downstream, cut.upstream) == ("layers.1", 0, 1)
     assert cut.shift == plan.exponents[1] - plan.exponents[0] == 20
     assert cut.why == (
-        "layers.1 needs 2^16 to keep its small gradients, and the other side is at 2^11"
+        "layers.1 needs 2^19 to keep its small gradients, and the other side is at 2^11"
     )
-    assert "layers.1: times 2^20; layers.1 needs 2^16" in str(plan)
+    assert "layers.1: times 2^20; layers.1 needs 2^19" in str(plan)
     assert "exponents 11 to 31, 1 active cuts" in str(plan)
+
+
+def test_a_bit_or_two_of_headroom_are_worth_less_than_a_cut():
+    near, far, apart = seen(-20, -2), seen(-40, -22), seen(-41, -22)
+    assert choose(chain(2), [near, seen(-38, -22)]).exponents == (14, 14)
+    plan = choose(chain(2), [near, far])
+    assert plan.one_exponent_serves
+    # Two bits above what its headroom of 3 would allow the first, and no more.
+    assert plan.exponents == (16, 16)
+    assert [c.interval for c in plan.components] == [Interval(-4, 16), Interval(16, 34)]
+    assert plan.room == 0
+    assert choose(chain(2), [near, apart]).active
+    assert choose(chain(2), [near, far], headroom=1).exponents == (16, 16)
+    assert choose(chain(2), [near, apart], headroom=1).active
+
+
+def test_a_component_that_overflowed_gives_up_no_headroom():
+    overflowed = replace(seen(-20, -2), nonfinite=1, ceiling=-2)
+    assert choose(chain(2), [overflowed, seen(-40, -22)]).active
 
 
 def test_where_nothing_fits_the_overflow_side_wins_and_the_plan_says_what_is_lost():
@@ -446,7 +468,7 @@ def test_an_overflow_is_lowered_where_it_happened():
 
 def test_a_nan_everywhere_keeps_the_last_good_plan_but_at_the_loss():
     graph = chain(3)
-    good = choose(graph, [seen(-20, -2), seen(-40, -22), seen(-40, -22)])
+    good = choose(graph, [seen(-20, -2), seen(-43, -22), seen(-40, -22)])
     nan = [Histogram((), 0, 9, -24 - e, 15 - e) for e in good.exponents]
     plan = choose(graph, nan, last=good)
     assert plan.exponents[1:] == good.exponents[1:]

@@ -84,6 +84,8 @@ class Walk:
     leaves: list[LeafEdge]
     held: dict[int, str]
     """Component to the reason why it stays at the global scale."""
+    cut_slots: Mapping[Node, Mapping[int, Any]]
+    """The cuts on a node, by slot, for nodes that have any."""
 
 
 class DisjointSets:
@@ -194,6 +196,7 @@ class _Search:
                 for node, position, accumulation, own in self.leaves
             ],
             {number[find(component)]: reason for component, reason in held.items()},
+            self.cuts,
         )
 
     def _join_uses_of_a_leaf(self, held: Mapping[int, str]) -> None:

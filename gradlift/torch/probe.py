@@ -10,11 +10,17 @@ Several graphs may be armed during one probe (micro-batches, two networks that t
 each other). Their components are joined by the keys they share, so that one plan fits all.
 
 A row holds one gradient at one offset: what was stored at different exponents cannot be added.
+
+Only what is stored in a narrow format can be flushed or overflow. A component whose float16
+gradients all pass cuts is judged by these alone: the gradient 1 of a float32 loss, or a residual
+stream in float32, says nothing about them. Where float16 gradients stay between two ops of a
+component, unseen, every gradient around them stands in for them. Likewise a parameter bounds its
+component only if its gradient comes out of a narrow one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +52,8 @@ class Row:
     """Number of the component it goes to; None for a leaf's gradient."""
     format: str | None = None
     """The format it was stored in, once seen."""
+    narrow: bool = True
+    """For a leaf's gradient: whether it comes out of a narrow format."""
 
 
 class Probe:
@@ -61,6 +69,7 @@ class Probe:
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
         self._formats: dict[int, set[str]] = {}
+        """Formats of the gradients that stay inside each component, past no cut."""
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
 
     def attach(
@@ -81,9 +90,12 @@ class Probe:
             # An input, or a parameter that somebody has gathered from its shards.
             key = parameters.get(id(edge.leaf), f"leaf {number}")
             row = self._row(key, offsets[edge.component], components[edge.component], None)
+            formats = formats_of(edge.node) | {_FORMATS.get(edge.leaf.dtype, "float32")}
+            self.rows[row].narrow = formats != {"float32"}
             leaf_return(edge.node).rows[edge.position] = row
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
-            self._formats.setdefault(components[component], set()).update(formats_of(node))
+            cut = walk.cut_slots.get(node, ())
+            self._formats.setdefault(components[component], set()).update(formats_of(node, cut))
 
     def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
         numbers = {0: self._loss}
@@ -132,18 +144,32 @@ class Probe:
         Args:
             exponent: log2 of the loss scale in the step that was probed.
         """
-        seen: dict[int, list[Histogram]] = {}
+        find = self._sets.find
+        seen: dict[int, list[tuple[Row, Histogram]]] = {}
         leaves: list[tuple[Row, Histogram]] = []
         for row, found in self._records(exponent):
             if row.upstream is None:
                 leaves.append((row, found))
                 continue
-            for component in {self._sets.find(row.downstream), self._sets.find(row.upstream)}:
-                seen.setdefault(component, []).append(found)
-        histograms = {component: Histogram.merge(parts) for component, parts in seen.items()}
+            for component in {find(row.downstream), find(row.upstream)}:
+                seen.setdefault(component, []).append((row, found))
+        inside = self._inside()
+        histograms = {
+            component: Histogram.merge(_at_stake(parts, inside.get(component, set())))
+            for component, parts in seen.items()
+        }
         for row, found in leaves:
-            self._bound_by_parameter(histograms, self._sets.find(row.downstream), found)
+            own = find(row.downstream)
+            if row.narrow or self._format(own) is not None:
+                self._bound_by_parameter(histograms, own, found)
         return self._survey(histograms)
+
+    def _inside(self) -> dict[int, set[str]]:
+        """The formats of the gradients inside each component, by its number in the sets."""
+        inside: dict[int, set[str]] = {}
+        for component, formats in self._formats.items():
+            inside.setdefault(self._sets.find(component), set()).update(formats)
+        return inside
 
     def tensors(self, exponent: int) -> dict[str, Histogram]:
         """A histogram for each cut's key and each parameter's name; waits for the copy."""
@@ -218,9 +244,7 @@ class Probe:
             if find(row.downstream) == root
             or (row.upstream is not None and find(row.upstream) == root)
         }
-        for component, formats in self._formats.items():
-            if find(component) == root:
-                seen |= formats
+        seen |= self._inside().get(root, set())
         if "float16" in seen or not seen - {None}:
             return None
         return "bfloat16" if "bfloat16" in seen else "float32"
@@ -234,13 +258,25 @@ class Probe:
         return total.tolist()
 
 
-def formats_of(node: Any) -> set[str]:
+def formats_of(node: Any, without: Container[int] = ()) -> set[str]:
     """The formats of the gradients that flow into a node, as far as torch tells.
 
     Half-precision gradients may live between two ops of a component and never meet a cut.
+
+    Args:
+        node: an autograd node.
+        without: slots to leave out.
     """
-    slots = getattr(node, "_input_metadata", ())
-    return {_FORMATS.get(slot.dtype, "float32") for slot in slots}
+    slots = enumerate(getattr(node, "_input_metadata", ()))
+    return {_FORMATS.get(slot.dtype, "float32") for n, slot in slots if n not in without}
+
+
+def _at_stake(parts: list[tuple[Row, Histogram]], inside: set[str]) -> list[Histogram]:
+    """Of the gradients around a component, those that tell what may be flushed or overflow."""
+    narrow = [found for row, found in parts if row.format == "float16"]
+    if narrow and "float16" not in inside:
+        return narrow
+    return [found for _, found in parts]
 
 
 def _to_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:

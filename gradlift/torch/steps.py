@@ -218,7 +218,9 @@ class Stepping(Agreeing):
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
 
-    def _fast_norm(self, max_norm: float | None, state: dict[str, Any]) -> float | None:
+    def _fast_norm(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, state: dict[str, Any]
+    ) -> float | None:
         """What the two-pass way should clip to; None to leave it: it is asked for by max_norm,
         since torch's numbers come out bit for bit only in torch's own way."""
         return max_norm
@@ -227,7 +229,8 @@ class Stepping(Agreeing):
     _wants_amax = False
 
     def _note_amax(self, amax: Tensor) -> None:
-        """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
+        """The largest magnitudes of groups of gradients, still scaled: float32 [n] on their
+        device."""
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
         # Imported here: it needs torch's compiler, which takes seconds to import.
@@ -286,9 +289,14 @@ class Stepping(Agreeing):
             return None
         if self._checked is None or device.type != "cuda" or not has_triton():
             return None
+        amaxes: list[Tensor] | None = [] if state.get("wants_amax") else None
         state["attributed"], bad_loss = self._overflow.judge(
-            optimizer, *self._checked, flags, self._updates, unseen
+            optimizer, *self._checked, flags, self._updates, unseen, amaxes
         )
+        if amaxes is not None and state["attributed"]:
+            state["wants_amax"] = False
+            for amax in amaxes:
+                self._note_amax(amax)
         return bad_loss
 
     def _found(self, state: dict[str, Any]) -> Tensor:
