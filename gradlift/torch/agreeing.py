@@ -210,6 +210,10 @@ class Agreeing(Remembering):
             self._evidence = None
             self._refuse(arrived)
 
+    def state_dict(self) -> dict[str, Any]:
+        self._check_dispute(wait=True)
+        return super().state_dict()
+
     def _refuse(self, rows: list[list[float]]) -> None:
         assert self._ranks is not None
         self._per_optimizer_states.clear()
