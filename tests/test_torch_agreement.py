@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradlift.torch import GradScaler, agreement
@@ -94,6 +96,50 @@ def test_a_dispute_seen_late_is_told_at_the_update() -> None:
     with pytest.raises(RuntimeError, match="16 on rank 8"):
         scaler.update()
     assert scaler._evidence is None
+
+
+@pytest.fixture
+def lone_group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_the_agreement_is_traced_whole(lone_group: None, max_norm: float | None) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    scaler.scale(torch.ones(()))
+
+    def finish() -> None:
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+
+    compiled = torch.compile(finish, backend="aot_eager", fullgraph=True)
+    for bad, expected in ((False, 8.0), (True, 4.0)):
+        weight.grad = torch.full((3,), math.inf if bad else 16.0)
+        before = weight.detach().clone()
+        compiled()
+        assert torch.equal(weight, before) == bad
+        assert scaler.get_scale() == expected
+    assert torch.allclose(weight, torch.tensor(0.8 if max_norm is None else 1 - 0.1 / 3**0.5))
+
+
+@pytest.mark.parametrize("clipped_first", [False, True])
+def test_a_skipped_first_step_leaves_no_garbage_momentum(clipped_first: bool) -> None:
+    """The two passes make a buffer of zeros that torch's own step would take back."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9, fused=True)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    for step, value in enumerate((math.inf, math.nan, 1.0)):
+        weight.grad = torch.full((3,), value)
+        scaler.step(optimizer, max_norm=100.0 if clipped_first or step else None)
+        scaler.update(1.0)
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.ones(3))
+    assert torch.equal(weight, torch.full((3,), 0.5))
 
 
 def test_the_widest_holds_all_others() -> None:
