@@ -8,9 +8,13 @@ then read gradient, parameter and state and write parameter and state. Bytes per
     SGD, momentum   4         +  12 read (g p b)   +  8 written (p b)               = 24
     fp16 masters    2         +  14 read (g in fp16, p m v) + 14 (p m v, fp16 p)    = 30
 
-The limit is that many bytes at the bandwidth of a plain copy, measured in the same run. Times are
-medians over iterations of device events; the gradients are refilled between iterations, outside
-the events, because torch divides them in place. "spread" is the 10th to the 90th percentile.
+The limit is that many bytes at the bandwidth of a plain copy, measured in the same run. What is
+timed is what a user writes: ``unscale_``, ``clip_grad_norm_``, ``step``, ``update`` with torch's
+scaler, ``step(optimizer, max_norm=1.0)``, ``update`` with gradlift's. Times are medians over
+iterations, of device events on a GPU and of the wall clock on a CPU; the gradients are refilled
+and the loss is scaled between iterations, outside the clock. "spread" is the 10th to the 90th
+percentile. The two take turns in short blocks (``turns.py``), and "x torch" is the median over
+rounds of the ratio of their times, with its 95% interval.
 
     PYTHONPATH=. python3 benchmarks/optimizer_phase.py            the table, on a CUDA device
     PYTHONPATH=. python3 benchmarks/optimizer_phase.py --quick    the smallest size, few iterations
@@ -34,6 +38,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from benchmarks.turns import Ratio, rotate
+from benchmarks.turns import compare as compare_rounds
+from gradlift.torch import GradScaler
 from gradlift.torch.masters import MasterWeights
 from gradlift.torch.optim import Phase
 
@@ -60,7 +67,7 @@ CPU_SIZES = {"GPT 7M": gpt(4, 256, 16384, 256), "2,000 x 64": [[64]] * 2000}
 
 @dataclass
 class Row:
-    """One line of the table; times in milliseconds."""
+    """One line of the table; times in milliseconds. No passes where gradlift takes torch's way."""
 
     optimizer: str
     size: str
@@ -69,8 +76,9 @@ class Row:
     torch_spread: tuple[float, float]
     gradlift_ms: float
     gradlift_spread: tuple[float, float]
-    measure_ms: float
-    update_ms: float
+    speedup: Ratio
+    measure_ms: float | None
+    update_ms: float | None
     limit_ms: float
     torch_host_ms: float
     gradlift_host_ms: float
@@ -79,54 +87,74 @@ class Row:
     def to_limit(self) -> float:
         return self.gradlift_ms / self.limit_ms
 
-    @property
-    def speedup(self) -> float:
-        return self.torch_ms / self.gradlift_ms
+
+@dataclass
+class Way:
+    """A way through the phase, and what has to come before it outside the clock."""
+
+    run: Callable[[], object]
+    before: Callable[[], object]
 
 
 class Clock:
-    """Times of a function: on the device by events, on the host by the wall clock."""
+    """Times of ways that take turns: on the device by events, on the host by the wall clock."""
 
-    def __init__(self, device: torch.device, iterations: int) -> None:
+    def __init__(self, device: torch.device, rounds: int, block: int = 5) -> None:
         self.device = device
-        self.iterations = iterations
+        self.rounds = rounds
+        self.block = block
 
-    def time(
-        self, run: Callable[[], object], between: Callable[[], object]
-    ) -> tuple[list[float], float]:
-        """Return device milliseconds of every iteration, and the median on the host."""
-        for _ in range(5):
-            between()
-            run()
-        if self.device.type == "cpu":
-            times = [self._on_cpu(run, between) for _ in range(self.iterations)]
-            return times, statistics.median(times)
-        events = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(self.iterations)
-        ]
-        for start, end in events:
-            between()
-            start.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()
-        times = [start.elapsed_time(end) for start, end in events]
-        return times, self._host(run, between)
+    def take_turns(self, ways: dict[str, Way]) -> dict[str, list[list[float]]]:
+        """Return milliseconds of each iteration, a list for each round of each way."""
+        times: dict[str, list[list[float]]] = {name: [] for name in ways}
+        for way in ways.values():
+            self._time_block(way)
+        for round_ in range(self.rounds):
+            for name in rotate(list(ways), round_):
+                times[name].append(self._time_block(ways[name]))
+        return times
 
-    def _on_cpu(self, run: Callable[[], object], between: Callable[[], object]) -> float:
-        between()
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
+    def median(self, way: Way) -> float:
+        """Milliseconds of an iteration of one way alone."""
+        return statistics.median(flat(self.take_turns({"": way})[""]))
 
-    def _host(self, run: Callable[[], object], between: Callable[[], object]) -> float:
+    def host(self, way: Way) -> float:
+        """Milliseconds that the host is busy with an iteration; the device may lag behind."""
         times = []
         for _ in range(10):
-            between()
-            torch.cuda.synchronize()
-            times.append(self._on_cpu(run, lambda: None))
+            way.before()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(self._on_the_host(way))
         return statistics.median(times)
+
+    def _time_block(self, way: Way) -> list[float]:
+        if self.device.type == "cpu":
+            times = []
+            for _ in range(self.block):
+                way.before()
+                times.append(self._on_the_host(way))
+            return times
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(self.block)
+        ]
+        for start, end in events:
+            way.before()
+            start.record()
+            way.run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    def _on_the_host(self, way: Way) -> float:
+        start = time.perf_counter()
+        way.run()
+        return 1e3 * (time.perf_counter() - start)
+
+
+def flat(rounds: list[list[float]]) -> list[float]:
+    return [value for round_ in rounds for value in round_]
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -134,8 +162,8 @@ def copy_bandwidth(device: torch.device) -> float:
     count = 2**30 if device.type == "cuda" else 2**25
     source = torch.zeros(count, device=device)
     target = torch.empty_like(source)
-    times, _ = Clock(device, 20).time(lambda: target.copy_(source), lambda: None)
-    return 8 * count / (statistics.median(times) / 1e3)
+    copy = Way(lambda: target.copy_(source), lambda: None)
+    return 8 * count / (Clock(device, 4).median(copy) / 1e3)
 
 
 def make_params(
@@ -164,15 +192,9 @@ def stock(kind: str, params: list[nn.Parameter]) -> Optimizer:
     return AdamW(params, lr=1e-4, weight_decay=0.1, fused=True)
 
 
-def scaler_for(device: torch.device) -> torch.amp.GradScaler:
+def torch_way(kind: str, params: list[nn.Parameter], device: torch.device) -> Way:
+    """What a user of torch writes: unscale_, clip_grad_norm_, step, update."""
     scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
-    scaler.scale(torch.zeros((), device=device))
-    return scaler
-
-
-def torch_step(kind: str, params: list[nn.Parameter], device: torch.device) -> Callable[[], object]:
-    """What a user of torch writes: unscale_, clip_grad_norm_, step."""
-    scaler = scaler_for(device)
     masters = params
     if kind == "fp16 masters":
         masters = [nn.Parameter(p.detach().float()) for p in params]
@@ -193,42 +215,55 @@ def torch_step(kind: str, params: list[nn.Parameter], device: torch.device) -> C
             torch._foreach_copy_(half, wide)
         scaler.update()
 
+    return Way(run, before(scaler, params, device))
+
+
+def before(
+    scaler: torch.amp.GradScaler, params: list[nn.Parameter], device: torch.device
+) -> Callable[[], object]:
+    """A loss is scaled and the gradients are what they were."""
+    loss, fill = torch.zeros((), device=device), refill(params)
+    scaler.scale(loss)
+
+    def run() -> None:
+        scaler.scale(loss)
+        fill()
+
     return run
 
 
-def gradlift_steps(
-    kind: str, params: list[nn.Parameter], device: torch.device
-) -> dict[str, Callable[[], object]]:
-    optimizer = stock(kind, params)
-    if kind == "fp16 masters":
-        optimizer = MasterWeights(AdamW(params, lr=1e-4, weight_decay=0.1))
-    phase = Phase.of(optimizer)
-    scale = torch.tensor(SCALE, device=device)
-    clean = torch.zeros((), device=device)
-    norm = torch.ones((), device=device)
+class Gradlift:
+    """What a user of gradlift writes, and its two passes one by one."""
 
-    def run() -> None:
-        # As a scaler does it; a phase does not keep its optimizer alive.
-        phase = Phase.of(optimizer)
-        reason = phase.gather()
-        assert reason is None, reason
-        found_inf = torch.zeros((), device=device)
-        found = phase.measure(scale, found_inf, amax=False)
-        phase.update(scale, found_inf, found.norm, MAX_NORM)
+    def __init__(self, kind: str, params: list[nn.Parameter], device: torch.device) -> None:
+        self.optimizer = stock(kind, params)
+        if kind == "fp16 masters":
+            self.optimizer = MasterWeights(AdamW(params, lr=1e-4, weight_decay=0.1))
+        self.scaler = GradScaler(device.type, init_scale=SCALE)
+        self.whole = Way(self._run, before(self.scaler, params, device))
+        self._scale = torch.tensor(SCALE, device=device)
+        self._clean = torch.zeros((), device=device)
+        self._norm = torch.ones((), device=device)
 
-    def measure() -> None:
-        phase.measure(scale, clean, amax=False)
+    def _run(self) -> None:
+        self.scaler.step(self.optimizer, max_norm=MAX_NORM)
+        self.scaler.update()
 
-    def update() -> None:
-        phase.apply(scale, clean, norm, MAX_NORM)
+    def passes(self) -> tuple[Way, Way] | None:
+        """Measure and update alone; None where the scaler leaves the step to torch's own way."""
+        self.whole.before()
+        self._run()
+        if self.scaler.slow_step_reason is not None:
+            return None
+        phase = Phase.of(self.optimizer)
 
-    run()
-    return {
-        "run": run,
-        "gather": phase.gather,
-        "measure": measure,
-        "update": update,
-    }
+        def measure() -> None:
+            phase.measure(self._scale, self._clean, amax=False)
+
+        def update() -> None:
+            phase.apply(self._scale, self._clean, self._norm, MAX_NORM)
+
+        return Way(measure, phase.gather), Way(update, phase.gather)
 
 
 def spread(times: list[float]) -> tuple[float, float]:
@@ -240,29 +275,29 @@ def compare(kind: str, size: str, shapes: list[list[int]], clock: Clock, bandwid
     device = clock.device
     dtype = torch.float16 if kind == "fp16 masters" else torch.float32
     params = make_params(shapes, dtype, device)
-    between = refill(params)
     count = sum(p.numel() for p in params)
-    theirs, their_host = clock.time(torch_step(kind, params, device), between)
-    clear(device)
-    steps = gradlift_steps(kind, params, device)
-    ours, our_host = clock.time(steps["run"], between)
-    measure, _ = clock.time(steps["measure"], steps["gather"])
-    update, _ = clock.time(steps["update"], steps["gather"])
+    theirs, ours = torch_way(kind, params, device), Gradlift(kind, params, device)
+    times = clock.take_turns({"torch": theirs, "gradlift": ours.whole})
+    medians = {
+        name: [statistics.median(block) for block in rounds] for name, rounds in times.items()
+    }
+    passes = ours.passes()
     row = Row(
         optimizer=kind,
         size=size,
         parameters=count,
-        torch_ms=statistics.median(theirs),
-        torch_spread=spread(theirs),
-        gradlift_ms=statistics.median(ours),
-        gradlift_spread=spread(ours),
-        measure_ms=statistics.median(measure),
-        update_ms=statistics.median(update),
+        torch_ms=statistics.median(flat(times["torch"])),
+        torch_spread=spread(flat(times["torch"])),
+        gradlift_ms=statistics.median(flat(times["gradlift"])),
+        gradlift_spread=spread(flat(times["gradlift"])),
+        speedup=compare_rounds(medians["torch"], medians["gradlift"]),
+        measure_ms=None if passes is None else clock.median(passes[0]),
+        update_ms=None if passes is None else clock.median(passes[1]),
         limit_ms=1e3 * BYTES[kind] * count / bandwidth,
-        torch_host_ms=their_host,
-        gradlift_host_ms=our_host,
+        torch_host_ms=clock.host(theirs),
+        gradlift_host_ms=clock.host(ours.whole),
     )
-    del params, between, steps
+    del params, theirs, ours, passes
     clear(device)
     return row
 
@@ -283,11 +318,13 @@ HEADER = (
 def line(row: Row) -> str:
     theirs = f"{row.torch_ms:.3f} ({row.torch_spread[0]:.3f}–{row.torch_spread[1]:.3f})"
     ours = f"{row.gradlift_ms:.3f} ({row.gradlift_spread[0]:.3f}–{row.gradlift_spread[1]:.3f})"
+    passes = "torch's way"
+    if row.measure_ms is not None and row.update_ms is not None:
+        passes = f"{row.measure_ms:.3f} + {row.update_ms:.3f}"
+    faster = f"{row.speedup.median:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
     return (
-        f"| {row.optimizer} | {row.size} | {theirs} | {ours} "
-        f"| {row.measure_ms:.3f} + {row.update_ms:.3f} | {row.limit_ms:.3f} "
-        f"| {row.to_limit:.2f} | {row.speedup:.2f} "
-        f"| {row.torch_host_ms:.2f}, {row.gradlift_host_ms:.2f} |"
+        f"| {row.optimizer} | {row.size} | {theirs} | {ours} | {passes} | {row.limit_ms:.3f} "
+        f"| {row.to_limit:.2f} | {faster} | {row.torch_host_ms:.2f}, {row.gradlift_host_ms:.2f} |"
     )
 
 
@@ -297,19 +334,21 @@ def sweep(clock: Clock, bandwidth: float) -> None:
 
     params = make_params(SIZES["350M"], torch.float32, clock.device)
     count = sum(p.numel() for p in params)
+
+    def time_pass(which: int) -> float:
+        passes = (ours := Gradlift("AdamW", params, clock.device)).passes()
+        assert passes is not None, ours.scaler.slow_step_reason
+        return clock.median(passes[which])
+
     print(f"limits: measure {4e3 * count / bandwidth:.3f}, update {28e3 * count / bandwidth:.3f}")
     for chunk in (1024, 2048, 4096, 8192, 16384):
         for warps in (4, 8):
             kernels.MEASURE_CHUNK, kernels.MEASURE_WARPS = chunk, warps
-            steps = gradlift_steps("AdamW", params, clock.device)
-            times, _ = clock.time(steps["measure"], steps["gather"])
-            print(f"measure chunk {chunk:6} warps {warps}: {statistics.median(times):.3f} ms")
+            print(f"measure chunk {chunk:6} warps {warps}: {time_pass(0):.3f} ms")
     for chunk in (512, 1024, 2048):
         for warps in (2, 4, 8):
             update_kernels.UPDATE_CHUNK, update_kernels.UPDATE_WARPS = chunk, warps
-            steps = gradlift_steps("AdamW", params, clock.device)
-            times, _ = clock.time(steps["update"], steps["gather"])
-            print(f"update  chunk {chunk:6} warps {warps}: {statistics.median(times):.3f} ms")
+            print(f"update  chunk {chunk:6} warps {warps}: {time_pass(1):.3f} ms")
 
 
 def parse() -> argparse.Namespace:
@@ -319,6 +358,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="smallest size, few iterations")
     parser.add_argument("--sweep", action="store_true", help="chunk sizes and warps instead")
+    parser.add_argument("--rounds", type=int, help="of five iterations of each")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers there too")
     return parser.parse_args()
 
@@ -330,10 +370,10 @@ def main() -> None:
         raise SystemExit("no CUDA device: use --device cpu for the path of the CPU")
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU"
-    clock = Clock(device, 10 if args.quick else 50 if on_gpu else 15)
+    clock = Clock(device, args.rounds or (4 if args.quick else 12 if on_gpu else 20))
     bandwidth = copy_bandwidth(device)
     clear(device)
-    print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
+    print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s")
     if args.sweep:
         sweep(clock, bandwidth)
         return
@@ -348,7 +388,9 @@ def main() -> None:
             print(line(rows[-1]), flush=True)
     if args.json is not None:
         record = {"device": name, "torch": torch.__version__, "copy_bytes_per_s": bandwidth}
-        record["rows"] = [{**asdict(r), "to_limit": r.to_limit, "speedup": r.speedup} for r in rows]
+        record["rows"] = [
+            {**asdict(r), "speedup": r.speedup._asdict(), "to_limit": r.to_limit} for r in rows
+        ]
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -28,7 +28,7 @@ from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 pytest.importorskip("accelerate", reason="gradlift[accelerate] is not installed")
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from gradlift.integrations.accelerate import prepare_scaler
 
@@ -373,17 +373,9 @@ def test_refuses_a_version_that_nobody_looked_at(monkeypatch):
         prepare_scaler(fp16())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("after", [False, True])
-def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
-    """accelerate#1714."""
-    accelerator = fp16("cuda")
-    scaler = GradScaler("cuda", init_scale=2.0**10)
-    if not after:
-        prepare_scaler(accelerator, scaler)
-    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
-    if after:
-        prepare_scaler(accelerator, scaler)
+def four_watched_steps(accelerator, model, optimizer):
+    """Step 1 overflows; what ``step_was_skipped`` says after each. An operation of ``step`` that
+    waits for the device is an error, but in the first step."""
     said = []
     for step in range(4):
         inputs, targets = batch_of(step, "cuda")
@@ -396,7 +388,33 @@ def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
             torch.cuda.set_sync_debug_mode("default")
         optimizer.zero_grad()
         said.append(bool(optimizer.step_was_skipped))
-    assert said == [False, True, False, False]
+    return said
+
+
+@pytest.mark.gpu
+def test_gpu_stock_waits_or_does_not_know():
+    """accelerate#1714: without a fused optimizer every step waits, with one nobody knows."""
+    accelerator = with_stock_scaler(fp16("cuda"), "cuda")
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, False))
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        four_watched_steps(accelerator, model, optimizer)
+    accelerator = with_stock_scaler(fp16("cuda"), "cuda")
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
+    assert four_watched_steps(accelerator, model, optimizer) == [False] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("after", [False, True])
+def test_gpu_a_fused_step_does_not_wait_for_the_device(after):
+    """accelerate#1714, gone."""
+    accelerator = fp16("cuda")
+    scaler = GradScaler("cuda", init_scale=2.0**10)
+    if not after:
+        prepare_scaler(accelerator, scaler)
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
+    if after:
+        prepare_scaler(accelerator, scaler)
+    assert four_watched_steps(accelerator, model, optimizer) == [False, True, False, False]
 
 
 def one_of_two_ranks(folder, kill_at, device):
@@ -431,37 +449,64 @@ def test_two_ranks_decide_alike(tmp_path):
 
 
 def fsdp2(folder, kill_at, device):
-    """Accelerate's FSDP2: six steps, and the same from a state saved after three."""
-    whole, scaler = fsdp2_loop(folder, 0, 6)
-    resumed, other = fsdp2_loop(folder, 3, 6)
-    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one.full_tensor(), two.full_tensor())
-    assert scaler.state_dict() == other.state_dict()
-    print(f"skipped {scaler.skipped_steps}", flush=True)
+    """Accelerate's FSDP2: six steps, the same from a state saved after three, and once more from
+    there with the same objects."""
+    whole, scaler, _ = fsdp2_loop(folder, device, 0, 6)
+    resumed, other, go_back = fsdp2_loop(folder, device, 3, 6)
+    for _ in range(2):
+        for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), two.full_tensor())
+        assert scaler.state_dict() == other.state_dict()
+        go_back()
+    print(f"skipped {scaler.skipped_steps}\n", flush=True)
 
 
-def fsdp2_loop(folder, first, last):
+def sharding(device):
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    accelerator = Accelerator(mixed_precision="fp16", fsdp_plugin=plugin)
-    scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=4)
+    accelerator = Accelerator(mixed_precision="fp16", fsdp_plugin=plugin, cpu=device == "cpu")
+    if device == "cpu":
+        # Accelerate offers FSDP on accelerators only; the rest of its FSDP2 runs on the CPU too.
+        plugin.set_mixed_precision("fp16")
+        for state in (accelerator.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def fsdp2_loop(folder, device, first, last):
+    accelerator = sharding(device)
+    scaler = GradScaler(device, init_scale=2.0**10, growth_interval=4)
     prepare_scaler(accelerator, scaler)
     model, optimizer = accelerator.prepare(model := net(), optimizer_for(model, True))
-    if first:
-        accelerator.load_state(folder / "half")
-    for step in range(first, last):
-        inputs, targets = batch_of(step, "cuda")
-        loss = nn.functional.cross_entropy(overflow(model(inputs), step), targets)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if not first and step == 2:
-            accelerator.save_state(folder / "half")
-    return model, scaler
+
+    def train(first):
+        if first:
+            accelerator.load_state(folder / "half")
+        for step in range(first, last):
+            inputs, targets = batch_of(2 * step + accelerator.process_index, device)
+            output = model(inputs)
+            if step == 1 and accelerator.process_index == 0:  # one rank's alone
+                output.register_hook(lambda grad: grad * float("inf"))
+            accelerator.backward(nn.functional.cross_entropy(output, targets))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert bool(optimizer.step_was_skipped) == (step == 1)
+            if not first and step == 2:
+                accelerator.save_state(folder / "half")
+
+    train(first)
+    return model, scaler, lambda: train(3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
+def test_fsdp2_two_ranks_decide_alike_and_resume(tmp_path):
+    assert start_ranks("test_accelerate", "fsdp2", tmp_path, 2).count("skipped 1\n") == 2
 
 
 @pytest.mark.gpu
 def test_gpu_fsdp2_resumes(tmp_path):
-    assert "skipped 1" in start_ranks("test_accelerate", "fsdp2", tmp_path, 1)
+    assert "skipped 1" in start_ranks("test_accelerate", "fsdp2", tmp_path, 1, "cuda")

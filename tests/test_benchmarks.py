@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_overhead, turns
+from benchmarks import optimizer_phase, step_overhead, turns
 from benchmarks.models import GPT, GPT_124M, GPT_TINY, GPTSize, build_gpt, random_batches
 from benchmarks.turns import Ratio
 
@@ -229,3 +229,19 @@ def test_mistakes_end_before_anything_is_built(
     with pytest.raises(SystemExit, match="2"):
         step_overhead.main(arguments)
     assert message in capsys.readouterr().err
+
+
+# The optimizer phase.
+
+
+@pytest.mark.parametrize("kind", optimizer_phase.BYTES)
+@pytest.mark.parametrize(("shapes", "two_passes"), [([[128, 128]], True), ([[8]] * 3, False)])
+def test_the_optimizer_phase_is_compared_as_a_user_writes_it(kind, shapes, two_passes):
+    clock = optimizer_phase.Clock(CPU, rounds=3, block=2)
+    row = optimizer_phase.compare(kind, "tiny", shapes, clock, bandwidth=1e9)
+    assert row.parameters == sum(torch.Size(shape).numel() for shape in shapes)
+    assert row.limit_ms == pytest.approx(1e-6 * optimizer_phase.BYTES[kind] * row.parameters)
+    assert row.speedup.low <= row.speedup.median <= row.speedup.high
+    assert (row.measure_ms is not None) == (two_passes or kind == "fp16 masters")
+    shown = optimizer_phase.line(row)
+    assert shown.count("|") == optimizer_phase.HEADER.splitlines()[0].count("|")

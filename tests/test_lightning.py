@@ -2,11 +2,13 @@
 
 import logging
 import os
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from trainer_cases import (
     BATCH,
     DECAY,
@@ -38,6 +40,7 @@ with warnings.catch_warnings():
     from lightning.fabric import Fabric
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
     from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning.pytorch.strategies import FSDPStrategy
 
     from gradlift.integrations.lightning import GradLiftFSDPPrecision, GradLiftPrecision
 
@@ -348,6 +351,14 @@ def test_logs_scale_skips_and_norm():
     assert 0 < seen.rows[0]["gradlift/grad_norm"] < 10
 
 
+def test_refuses_a_version_that_nobody_looked_at(monkeypatch):
+    from gradlift.integrations import overrides
+
+    monkeypatch.setattr(overrides, "version", lambda package: "2.7.0")
+    with pytest.raises(RuntimeError, match=r"2\.7\.0 is installed.*Install 'lightning>=2.5,<2.7'"):
+        fit(max_steps=1)
+
+
 def test_the_module_is_left_as_it_was():
     model, _ = fit(max_steps=2)
     assert "lr_scheduler_step" not in vars(model)
@@ -439,6 +450,62 @@ def test_shards_are_clipped_by_the_norm_of_the_whole(tmp_path):
     norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()])
     text = start_ranks("test_lightning", "one_shard", tmp_path, 2)
     assert text.count(f"before {norm:.4f} after 0.0100") == 2
+
+
+class OnTheCPU(FSDPStrategy):
+    """Lightning and FSDP look for a GPU first; told where to go, FSDP runs without one."""
+
+    def _setup_model(self, model):
+        return FullyShardedDataParallel(
+            model,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+            mixed_precision=self.mixed_precision_config,
+        )
+
+
+class OneBadShard(OneBadRank):
+    """Autocast is on CUDA in Lightning's FSDP plugins; FSDP shards the average too."""
+
+    on_train_batch_end = pl.LightningModule.on_train_batch_end
+
+    def training_step(self, batch, _):
+        with torch.autocast("cpu", torch.float16):
+            return super().training_step(batch, _)
+
+
+def one_fsdp_rank(folder, kill_at, device):
+    """Five steps, and the same from a checkpoint after three of them."""
+    warnings.simplefilter("ignore")
+
+    def run(steps, **kwargs):
+        model, plugin = OneBadShard(fused=True), GradLiftFSDPPrecision(fresh_scaler())
+        strategy = OnTheCPU(process_group_backend="gloo", state_dict_type="sharded")
+        trainer = trainer_with(
+            plugin, strategy=strategy, max_steps=steps, devices=2, gradient_clip_val=0.01
+        )
+        trainer.fit(model, loader(), **kwargs)
+        return model, trainer, plugin.scaler
+
+    _, trainer, _ = run(3)
+    trainer.save_checkpoint(folder / "three.ckpt")
+    resumed, _, scaler = run(5, ckpt_path=folder / "three.ckpt")
+    whole, trainer, other = run(5)
+    for one, two in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert scaler.state_dict() == other.state_dict()
+    advanced = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+    facts = (other.skipped_steps, other.get_scale(), advanced)
+    print(f"rank {whole.global_rank}: {facts} {other.grad_norm:.6f}\n", flush=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
+def test_fsdp_two_ranks_decide_alike_clip_and_resume(tmp_path):
+    text = start_ranks("test_lightning", "one_fsdp_rank", tmp_path, 2)
+    rows = re.findall(r"rank ([01]): \(2, 512.0, 3\) ([\d.]+)", text)
+    assert {rank for rank, _ in rows} == {"0", "1"}
+    assert rows[0][1] == rows[1][1]  # the norm of the whole
+    assert float(rows[0][1]) > 0.01
 
 
 # Fabric.

@@ -14,7 +14,12 @@ from gradlift.torch import GradScaler
 
 ROOT = Path(__file__).parent.parent
 # As they were before any test let a trainer write ranks and addresses there.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def start(name, ranks=0):
@@ -122,6 +127,16 @@ def test_transformers():
     first, last = numbers(text, r"loss ([\d.]+) -> ([\d.]+)")
     assert last < first / 3
     assert numbers(text, r"skipped (\d+) of 40")[0] >= 3
+
+
+@pytest.mark.slow
+def test_qat_digits():
+    pytest.importorskip("torchao")
+    text = start("qat_digits.py")
+    (float32,) = numbers(text, r"float32 +([\d.]+)")
+    (int8,) = numbers(text, r"folded to int8, saved, loaded +([\d.]+)")
+    assert float32 - int8 < 0.015
+    assert int8 > 0.95
 
 
 def test_cuda_graphs_says_what_it_needs():

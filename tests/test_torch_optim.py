@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler as TorchScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gradlift.torch import kernels, reference
+from gradlift.torch import GradScaler, kernels, reference
+from gradlift.torch.grads import host_norms
 from gradlift.torch.masters import MasterWeights
 from gradlift.torch.optim import Phase
 
@@ -88,6 +90,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw fused": lambda g: AdamW(g, lr=1e-2, weight_decay=0.1, fused=True),
     "sgd": lambda g: SGD(g, lr=1e-1, weight_decay=0.1),
     "sgd momentum": lambda g: SGD(g, lr=1e-1, momentum=0.9, dampening=0.3, maximize=True),
+    "sgd momentum decay": lambda g: SGD(g, lr=1e-1, momentum=0.9, weight_decay=0.1),
     "sgd nesterov": lambda g: SGD(g, lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
 
@@ -201,6 +204,80 @@ def test_a_skipped_first_step_of_sgd_leaves_no_momentum() -> None:
     for p in params:
         assert p.grad is not None
         assert torch.equal(optimizer.state[p]["momentum_buffer"], p.grad)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("exponent", [-3, 10, 26, 27, 40])
+def test_sgd_is_torchs_bit_for_bit_where_nothing_clips(momentum: float, exponent: int) -> None:
+    """On the CPU its numbers take the scale, up to a point, and no gradient is multiplied."""
+    ours, theirs = params_of(), params_of()
+    mine = SGD(ours, lr=0.125, momentum=momentum)
+    plain = SGD(theirs, lr=0.125, momentum=momentum, fused=True)
+    for step in range(4):
+        for params in (ours, theirs):
+            set_grads(params, step, 2.0**exponent)
+        before = [p.grad.clone() for p in ours]
+        phase_step(mine, 2.0**exponent, math.inf)
+        torch_step(plain, theirs, 2.0**exponent, math.inf)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        for p, grad in zip(ours, before, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a choice of the CPU's")
+def test_small_tensors_are_left_to_a_fused_optimizer() -> None:
+    def run(way: Callable[[Any, Optimizer], None], scaler: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        small, large = (nn.Parameter(torch.randn(n)) for n in (64, 2**16))
+        optimizer = AdamW([small], lr=0.1, fused=True)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [large]})
+            scaler.scale(torch.zeros(()))
+            for p in (small, large):
+                p.grad = torch.randn_like(p) * scaler.get_scale()
+            way(scaler, optimizer)
+            scaler.update()
+        return [small.detach(), large.detach()]
+
+    reasons = []
+
+    def ours(scaler: Any, optimizer: Optimizer) -> None:
+        scaler.step(optimizer, max_norm=1.0)
+        reasons.append(scaler.slow_step_reason)
+
+    def theirs(scaler: Any, optimizer: Optimizer) -> None:
+        scaler.unscale_(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+
+    for one, two in zip(run(ours, GradScaler("cpu")), run(theirs, TorchScaler("cpu")), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+    assert reasons == ["tensors too small to gain on the CPU"] * 2 + [None] * 2
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a choice of the CPU's")
+def test_master_weights_have_no_other_way() -> None:
+    param = nn.Parameter(torch.ones(8, dtype=torch.float16))
+    optimizer, scaler = MasterWeights(AdamW([param], lr=0.1)), GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    param.grad = torch.ones_like(param)
+    scaler.step(optimizer, max_norm=1.0)
+    assert scaler.slow_step_reason is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_on_the_host_are_right_at_any_size(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sizes = {torch.float16: (2.0**-14, 2.0**14)}.get(dtype, (2.0**-70, 2.0**-50, 2.0**60, 2.0**90))
+    tensors = [torch.randn(50).to(dtype) * size for size in (1.0, *sizes)]
+    tensors += [torch.zeros(7, dtype=dtype), torch.rand(2**21).add(1).to(dtype)]
+    expected = torch.stack([t.double().norm() for t in tensors])
+    torch.testing.assert_close(host_norms(tensors), expected, rtol=1e-6, atol=0)
+    bad = [torch.tensor([1.0, value], dtype=dtype) for value in (math.inf, math.nan, 1.0)]
+    assert host_norms(bad, tensors[:1]).isfinite().tolist() == [False, False, True, True]
 
 
 def test_scale_in_a_device_tensor_lr_is_followed_without_new_tables() -> None:

@@ -258,6 +258,13 @@ def test_the_mixin_leaves_other_precisions_alone(tmp_path):
         fit(tmp_path, kind=Mine, scaler=Static(), fp16=False, steps=1)
 
 
+def test_a_trainer_that_makes_its_accelerator_elsewhere_is_refused(tmp_path, monkeypatch):
+    """A later transformers might; the stock scaler would then train in silence."""
+    monkeypatch.delattr(GradLiftMixin, "create_accelerator_and_postprocess")
+    with pytest.raises(RuntimeError, match="add a GradLiftCallback"):
+        fit(tmp_path, steps=1)
+
+
 @pytest.mark.gpu
 def test_gpu_default_optimizer(tmp_path):
     scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=4)

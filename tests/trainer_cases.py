@@ -143,10 +143,12 @@ def start_ranks(module, function, folder, ranks, device="cpu"):
 def _start(launcher, module, function, folder, device):
     here = Path(__file__)
     root = here.parent.parent
+    # What is there already may hold another version of the trainer.
+    path = f"{root}:{here.parent}:{ENVIRONMENT.get('PYTHONPATH', '')}"
     return subprocess.run(
         [sys.executable, *launcher, str(here), module, function, str(folder), device],
         cwd=root,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{root}:{here.parent}", "OMP_NUM_THREADS": "1"},
+        env={**ENVIRONMENT, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

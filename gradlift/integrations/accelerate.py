@@ -15,6 +15,7 @@ the accelerator, and these methods of that one accelerator and its optimizers ar
 - ``unscale_gradients``, ``clip_grad_norm_``, ``clip_grad_value_``: unscale once, unscale only the
   optimizer that owns the parameters, and leave gradients alone that are still accumulating.
 - ``backward``, ``prepare``, ``prepare_optimizer``: bring the above in place and up to date.
+- ``load_state``: under FSDP2 Accelerate's own fails for a scaler that has been used.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ try:
     from accelerate.utils.constants import SCALER_NAME
 except ImportError as error:
     raise ImportError(
-        "gradlift.integrations.accelerate needs Accelerate 1.10 or newer: "
+        "gradlift.integrations.accelerate needs Accelerate 1.10 to 1.15: "
         "pip install 'gradlift[accelerate]'"
     ) from error
 
@@ -69,7 +70,7 @@ def prepare_scaler(accelerator: Accelerator, scaler: ScalerSource = None) -> Pre
         A handle with the ``scaler``, which puts everything back with ``remove()`` or at the end
         of a ``with`` block.
     """
-    require_version("accelerate", "1.10", "2")
+    require_version("accelerate", "1.10", "1.16")
     source.check(scaler)
     if accelerator.mixed_precision != "fp16":
         raise ValueError(
@@ -146,6 +147,7 @@ class PreparedScaler:
             "backward",
             "clip_grad_norm_",
             "clip_grad_value_",
+            "load_state",
             "prepare",
             "prepare_optimizer",
         ):
@@ -265,6 +267,16 @@ class PreparedScaler:
 
     def _before_save(self, models: Any, weights: Any, folder: str) -> None:
         self._joint.flush(self.scaler)
+
+    def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Under FSDP2 Accelerate makes the scaler's tensors, which one in use has already."""
+        scaler, fresh = self.scaler, Overrides()
+        if scaler._scale is not None:
+            fresh.set(scaler, "_lazy_init_scale_growth_tracker", lambda device: None)
+        try:
+            return load(*args, **kwargs)
+        finally:
+            fresh.undo()
 
     def _after_load(self, models: Any, folder: str) -> None:
         """To load an optimizer under FSDP2 torch takes a step with it, after the scaler was

@@ -40,7 +40,7 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
-        "gradlift.integrations.lightning needs Lightning 2.5 or newer: "
+        "gradlift.integrations.lightning needs Lightning 2.5 or 2.6: "
         "pip install 'gradlift[lightning]'"
     ) from error
 
@@ -99,7 +99,7 @@ class _Scaling:
         self._joint.waits = len(optimizers) > 1
         source.join_ranks(self.scaler)
         if lr_schedulers:
-            require_version("lightning", "2.5", "3")
+            require_version("lightning", "2.5", "2.7")
             self._hold_back(self._modules[-1], lr_schedulers)
         return model, optimizers, lr_schedulers
 

@@ -49,6 +49,13 @@ class GradLiftMixin:
         source.check(scaler)
         self._scaler_source = scaler
         super().__init__(*args, **kwargs)
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        if self.gradlift is None and accelerator.mixed_precision == "fp16":
+            raise RuntimeError(
+                f"{type(self).__name__} makes its Accelerator without calling "
+                "create_accelerator_and_postprocess(), so it would train with the stock scaler; "
+                "add a GradLiftCallback(trainer, scaler) to a plain Trainer instead"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

@@ -48,6 +48,8 @@ from gradlift.torch.tables import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALL = 4096
+"""Elements a tensor, on average, from which on two passes are faster on the CPU."""
 _UNREADY = "gather() has to come first"
 
 
@@ -74,6 +76,8 @@ class Phase:
         self._seed = 0 if distributed.initialized() else torch.initial_seed() % 2**31
         self.on_shards = False
         """Whether the last ``gather`` met DTensors, whose local parts are worked on."""
+        self._counts: list[int] = []
+        self._small = False
         self._params: list[Tensor] = []
         self._grads: GradTable | None = None
         self._table: UpdateTable | None = None
@@ -103,6 +107,22 @@ class Phase:
         optimizer = self._inner()
         assert optimizer is not None, "a phase does not outlive its optimizer"
         return optimizer
+
+    @torch._disable_dynamo
+    def is_small(self) -> bool:
+        """Whether a step of torch's own fused optimizer is the faster one: on the CPU the passes
+        gain by staying in the cache, and lose by their bookkeeping. Less, though, than torch's own
+        way loses on DTensors, and master weights have no other way."""
+        groups = self.optimizer.param_groups
+        counts = [len(group["params"]) for group in groups]
+        if counts != self._counts:
+            params = [p for group in groups for p in group["params"]]
+            plain = all(type(p) in (Tensor, torch.nn.Parameter) for p in params)
+            on_cpu = all(p.device.type == "cpu" for p in params)
+            small = sum(map(Tensor.numel, params)) < SMALL * len(params)
+            self._counts = counts
+            self._small = self._outer() is self.optimizer and plain and on_cpu and small
+        return self._small
 
     @torch._disable_dynamo
     @torch.no_grad()

@@ -13,17 +13,18 @@ here with plain ``if``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import chain, compress
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradlift.torch.tables import HYPERS, Batch, GradTable, Rule, UpdateTable
+from gradlift.torch.grads import host_norms
+from gradlift.torch.tables import BATCH, HYPERS, Batch, GradTable, Rule, UpdateTable
 
-# Norms between these are right in float32: no square that matters left its range.
-_SMALL, _LARGE = 2.0**-40, 2.0**56
+Factors: TypeAlias = Tensor | list[float]
+"""What the gradients are multiplied by: one 0-d float32 for all, or a number for each row."""
 
 
 class Measure(NamedTuple):
@@ -86,7 +87,7 @@ def measure(
     rows = torch.tensor([row for batch in batches for row, _, _ in batch], dtype=torch.int64)
     if len(rows):
         rows = rows.to(table.device)
-        sumsq.index_add_(0, rows, _squares(found))
+        sumsq.index_add_(0, rows, host_norms(*found).square())
         if amax:
             tops.scatter_reduce_(0, rows, _peaks(found), "amax")
     # Sums of squares of float32 values are finite in float64 unless a value is not.
@@ -95,24 +96,6 @@ def measure(
     true = sumsq if exponents is None else sumsq * 4.0 ** -exponents.double()
     norm = (true.sum().sqrt() / scale.double()).float()
     return Measure(norm, tops if amax else None, sumsq)
-
-
-def _squares(batches: list[list[Tensor]]) -> Tensor:
-    """Sum of squares of each piece, float64."""
-    pieces = [*chain.from_iterable(batches)]
-    norms = torch.stack([*chain.from_iterable(map(_norms, batches))]).double()
-    doubtful = (~((norms > _SMALL) & (norms < _LARGE))).nonzero().flatten().tolist()
-    if doubtful:
-        again = torch._foreach_norm([pieces[i] for i in doubtful], 2, dtype=torch.float64)
-        norms[doubtful] = torch.stack(again)
-    return norms.square()
-
-
-def _norms(pieces: list[Tensor]) -> Iterable[Tensor]:
-    if not pieces:
-        return ()
-    wide = None if pieces[0].dtype == torch.float32 else torch.float32
-    return torch._foreach_norm(pieces, 2, dtype=wide)
 
 
 def _peaks(batches: list[list[Tensor]]) -> Tensor:
@@ -153,7 +136,7 @@ def update(
         return
     clip = 1.0 if math.isinf(max_norm) else float((max_norm / (norm + 1e-6)).clamp(max=1.0))
     factor = clip / float(scale)
-    factors = torch.tensor(factor, dtype=torch.float32, device=table.device)
+    factors: Factors = torch.tensor(factor, dtype=torch.float32, device=table.device)
     if exponents is not None:
         factors = [factor * 2.0**-power for power in exponents.tolist()]
     counts = [
@@ -172,14 +155,19 @@ def update(
         if not all(here):
             batch = list(compress(batch, here))
             lists = _Lists(*(list(compress(tensors, here)) for tensors in lists))
-        scaled = _scaled(_pieces(grads.grads, batch), batch, factors)
+        pieces = _pieces(grads.grads, batch)
         rule = table.keys[batch[0].row].rule
         group = HYPERS * table.host_groups[batch[0].row]
+        here_numbers = numbers[group : group + HYPERS]
         wide = lists
         if not lists.is_float32:
             wide = _Lists(*([t.float() for t in tensors] for tensors in lists))
-        run = _adam if rule.kind == "adam" else _sgd
-        run(wide, scaled, rule, numbers[group : group + HYPERS])
+        if rule.kind == "adam":
+            _adam(wide, _scaled(pieces, batch, factors, lists.room), rule, here_numbers)
+        elif exponents is None and _folds(pieces, rule, here_numbers, factor):
+            _sgd(wide, pieces, rule, _folded(rule, here_numbers, factor), folded=True)
+        else:
+            _sgd(wide, _scaled(pieces, batch, factors, lists.room), rule, here_numbers)
         _write_back(lists, wide, batch, rule, seed)
 
 
@@ -205,6 +193,8 @@ class _Lists(NamedTuple):
     seconds: list[Tensor]
     thirds: list[Tensor]
     counts: list[Tensor]
+    room: list[Tensor]
+    """For the scaled gradient: float32, the same memory in every batch."""
 
     @property
     def is_float32(self) -> bool:
@@ -219,18 +209,54 @@ def _lists(table: UpdateTable) -> list[_Lists]:
             [None if t is None else t.detach() for t in column]
             for column in zip(*table.slots, strict=True)
         ]
-        table.lists = [
-            _Lists(*(_pieces(column, batch) for column in columns)) for batch in table.batches()
-        ]
+        memory = torch.empty(BATCH, dtype=torch.float32, device=table.device)
+        table.lists = []
+        for batch in table.batches():
+            params, *others = (_pieces(column, batch) for column in columns)
+            table.lists.append(_Lists(params, *others, room=_like(params, memory)))
     return table.lists
 
 
-def _scaled(pieces: list[Tensor], batch: Batch, factors: Tensor | list[float]) -> list[Tensor]:
-    if pieces[0].dtype != torch.float32:
-        pieces = [piece.float() for piece in pieces]
+def _like(pieces: list[Tensor], memory: Tensor) -> list[Tensor]:
+    """Tensors of the pieces' shapes, one behind the other in ``memory``."""
+    parts = memory.split(
+        [*(p.numel() for p in pieces), memory.numel() - sum(map(Tensor.numel, pieces))]
+    )
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=False)]
+
+
+def _scaled(
+    pieces: list[Tensor], batch: Batch, factors: Factors, room: list[Tensor]
+) -> list[Tensor]:
+    """The pieces of a batch times their factor, float32, in memory that every batch uses again:
+    new memory each time would have to come from the system each time."""
+    few = sum(end - start for _, start, end in batch) >= 4096 * len(batch)
+    if isinstance(factors, Tensor) and few and pieces[0].dtype == torch.float32:
+        for piece, place in zip(pieces, room, strict=True):
+            torch.mul(piece, factors, out=place)
+        return room
+    torch._foreach_copy_(room, pieces)
     if isinstance(factors, Tensor):
-        return list(torch._foreach_mul(pieces, factors))
-    return list(torch._foreach_mul(pieces, [factors[piece.row] for piece in batch]))
+        torch._foreach_mul_(room, factors)
+    else:
+        torch._foreach_mul_(room, [factors[row] for row, _, _ in batch])
+    return room
+
+
+def _folds(pieces: list[Tensor], rule: Rule, hypers: list[float], factor: float) -> bool:
+    """Whether the numbers of SGD can do what multiplying the gradient would: it is used once, or
+    with Nesterov twice. Nor with a first step that is undamped, nor where 1 - (1 - factor) is
+    no longer the factor."""
+    dampened = rule.momentum and hypers[4] != 0
+    narrow = pieces[0].dtype != torch.float32
+    return not (narrow or rule.nesterov or dampened or factor < 2.0**-27)
+
+
+def _folded(rule: Rule, hypers: list[float], factor: float) -> list[float]:
+    lr, sign, weight_decay, momentum, _, *rest = hypers
+    if rule.momentum:
+        return [lr, sign, weight_decay / factor, momentum, 1.0 - factor, *rest]
+    return [lr * factor, sign, weight_decay / factor, momentum, 0.0, *rest]
 
 
 def _adam(lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float]) -> None:
@@ -253,11 +279,13 @@ def _adam(lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float]) -
     )
 
 
-def _sgd(lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float]) -> None:
+def _sgd(
+    lists: _Lists, grads: list[Tensor], rule: Rule, hypers: list[float], folded: bool = False
+) -> None:
     lr, sign, weight_decay, momentum, dampening, *_ = hypers
     # The first momentum buffer is the gradient, undamped. Without dampening zeros do that too.
     fresh = [False] * len(grads)
-    if dampening and rule.momentum:
+    if dampening and rule.momentum and not folded:
         fresh = [bool(count == 1) for count in lists.counts]
     for is_first in set(fresh):
         chosen = [f == is_first for f in fresh]

@@ -18,6 +18,7 @@ from gradlift.torch import closures, fused, grads, spread
 from gradlift.torch.agreeing import Agreeing
 from gradlift.torch.optim import Phase
 from gradlift.torch.overflow import Peaks
+from gradlift.torch.reference import Measure
 from gradlift.torch.update import has_triton
 
 
@@ -171,16 +172,12 @@ class Stepping(Agreeing):
     def _can_step_fast(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the two-pass phase can serve this step; it has then gathered the gradients."""
         phase = Phase.of(optimizer)
+        if fused.supports(optimizer) and phase.is_small():
+            self.slow_step_reason = "tensors too small to gain on the CPU"
+            return False
         self.slow_step_reason = phase.gather()
         if self.slow_step_reason is None and phase.grads.device != cast(Tensor, self._scale).device:
             self.slow_step_reason = "the gradients are not on the loss's device"
-        elif self.slow_step_reason is None and fused.supports(optimizer):
-            sizes = phase.grads.host_numels
-            # On the CPU the passes gain by staying in the cache, and lose by their bookkeeping;
-            # less, though, than torch's own way loses on DTensors.
-            small = phase.grads.device.type == "cpu" and sum(sizes) < 4096 * len(sizes)
-            if small and not phase.on_shards:
-                self.slow_step_reason = "tensors too small to gain on the CPU"
         return self.slow_step_reason is None
 
     def _step_fast(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -207,17 +204,32 @@ class Stepping(Agreeing):
             self._note_amax(optimizer, measured.amax)
         norm = measured.norm
         if self._ranks is not None:
-            squares = self._spread.squares_of(optimizer, measured.sumsq)
-            state["exchange"] = self._propose(found, state["bad_loss"], squares)
-            self._settle(state)
-            found = self._found(state)
-            norm = (state.pop("norm") / scale).float()
+            found, norm = self._agree_on_norm(optimizer, state, found, measured)
         state["found_inf_per_device"] = {scale.device: found}
         self._last_found, self._grad_norm = found, norm
         self._overflow.count(optimizer, phase.grads, found, self._updates)
         phase.update(scale, found, norm, max_norm)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
+
+    def _agree_on_norm(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        found: Tensor,
+        measured: Measure,
+    ) -> tuple[Tensor, Tensor]:
+        """The flag and the true gradient's norm over all ranks; this rank's own where nobody
+        asked to clip."""
+        squares = None
+        if self._max_norm is not None:
+            squares = self._spread.squares_of(optimizer, measured.sumsq)
+        state["exchange"] = self._propose(found, state["bad_loss"], squares)
+        found = self._found(state)
+        if squares is None:
+            return found, measured.norm
+        scale = self._one if state["stage"] is OptState.UNSCALED else cast(Tensor, self._scale)
+        return found, (state.pop("norm") / scale).float()
 
     def _fast_norm(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, state: dict[str, Any]

@@ -22,8 +22,8 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes one vector load moves; tensors that start elsewhere go to launches of their own."""
 
-BATCH = 2**18
-"""Elements of a batch on the CPU: 1 MiB in float32."""
+BATCH = 2**19
+"""Elements of a batch on the CPU: 2 MiB in float32."""
 
 # Staging tensors kept ready for captures: each list a captured step holds takes one.
 _SPARES = 4
