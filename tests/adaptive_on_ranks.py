@@ -59,9 +59,9 @@ class Deep(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
-    def forward(self, x, without=()):
+    def forward(self, x, without=(), twice=()):
         for number, layer in enumerate(self.layers):
-            if number not in without:
+            for _ in range(0 if number in without else 2 if number in twice else 1):
                 x = x.detach() + layer(x) * 2.0**-7
         return x
 
@@ -228,8 +228,20 @@ def observed(scaler):
     return state
 
 
-def adaptive_run(rank, world, *, shard=False, slow=False, drop=False, bad=(), steps=16, load=None):
-    """The whole state of the scaler after every step, on this rank."""
+def adaptive_run(
+    rank, world, *, shard=False, slow=False, drop=False, odd=False, bad=(), steps=16, load=None
+):
+    """The whole state of the scaler after every step, on this rank.
+
+    Args:
+        shard: FSDP2 in place of DDP.
+        slow: in every step another rank comes late.
+        drop: each rank leaves out layers of its own.
+        odd: from step 30 on the last rank has another graph than it was planned for.
+        bad: (step, rank, "loss" or "grad") to spoil.
+        steps: how many.
+        load: a state to go on from.
+    """
     torch.manual_seed(0)
     model = Deep()
     if shard:
@@ -238,7 +250,7 @@ def adaptive_run(rank, world, *, shard=False, slow=False, drop=False, bad=(), st
         outer = fully_shard(model)
     else:
         outer = DistributedDataParallel(model, find_unused_parameters=drop)
-    scaler = AdaptiveGradScaler(outer, "cpu", interval=4)
+    scaler = AdaptiveGradScaler(outer, "cpu", interval=80 if odd else 4)
     if load is not None:
         scaler.load_state_dict(load)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
@@ -250,8 +262,8 @@ def adaptive_run(rank, world, *, shard=False, slow=False, drop=False, bad=(), st
         without = [n for n in range(9) if dice.random() < 0.2] if drop else ()
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
         with torch.autocast("cpu", torch.float16):
-            out = outer(x, without)
-        loss = out.float().pow(2).sum() * 2.0 ** (4 * rank)
+            out = outer(x, without, (3,) if odd and step >= 30 and rank == world - 1 else ())
+        loss = out.float().pow(2).sum() * 2.0 ** (0 if odd else 4 * rank)
         scaler.scale(loss * float("inf") if (step, rank, "loss") in bad else loss).backward()
         if (step, rank, "grad") in bad:
             local_grads(model)[step % 18].view(-1)[:1] = float("nan")
@@ -502,6 +514,7 @@ def one_rank(rank, world, path, results, saved):
         "slow": adaptive_run(rank, world, slow=True, bad=BAD),
         "sharded": adaptive_run(rank, world, shard=True, bad=BAD),
         "drop": adaptive_run(rank, world, drop=True, steps=20),
+        "odd": adaptive_run(rank, world, odd=True, steps=38),
         "float16 sums": float16_sums(rank, world),
         "without": without_gradients(rank, world),
         "pipelines": pipelines(rank, world),

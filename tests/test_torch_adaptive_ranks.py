@@ -98,8 +98,9 @@ def test_what_one_rank_finds_all_skip(results):
     for kind in ("fast", "sharded"):
         for result in results:
             assert result[kind]["skipped"] == results[0][kind]["skipped"] >= len(on_ranks.BAD)
+    expected = results[0]["fast"]["weights"]
     for result in results:
-        for one, other in zip(result["fast"]["weights"], results[0]["fast"]["weights"], strict=True):
+        for one, other in zip(result["fast"]["weights"], expected, strict=True):
             assert torch.equal(one, other)
 
 
@@ -122,6 +123,20 @@ def test_sharded_and_replicated_ranks_decide_alike(results):
 def test_dropped_layers_are_planned_from_the_ranks_that_had_them(results):
     offsets = results[0]["drop"]["states"][-1]["gradlift_adaptive"]["pilot"]["offsets"]
     assert {f"layers.{n}" for n in range(9)} <= set(offsets)
+
+
+def test_a_graph_that_one_rank_alone_has_makes_all_of_them_probe(results):
+    equal_at_every_step([result["odd"]["states"] for result in results])
+    known = [
+        "layers.3@2" in state["gradlift_adaptive"]["pilot"]["offsets"]
+        for state in results[0]["odd"]["states"]
+    ]
+    neutral = [[reason for reason, _ in result["odd"]["active"]] for result in results]
+    assert all(reason is None for reasons in neutral[:-1] for reason in reasons)
+    assert "layers.3@2" in neutral[-1][30]
+    # Told at step 30, heard at the end of 32, probed in 33, adopted at the end of 35.
+    assert [step for step, reason in enumerate(neutral[-1]) if reason] == list(range(30, 36))
+    assert known.index(True) == 35
 
 
 def test_room_is_left_for_a_sum_over_ranks_in_float16(results):
