@@ -500,11 +500,7 @@ def traffic(rank, world):
     return counts
 
 
-def one_rank(rank, world, path, results, saved):
-    # torch announces changes of its own here, in a process without pytest's filters.
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+def everything(rank, world, saved):
     found = {
         "exactness": {kind: exactness(kind, rank, world) for kind in layouts(world)},
         "training": {
@@ -524,7 +520,22 @@ def one_rank(rank, world, path, results, saved):
     }
     if saved is not None:
         found["resumed"] = adaptive_run(rank, world, load=saved, steps=8)
-    results[rank] = found
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
+
+
+def one_rank(rank, worlds, folder, results):
+    """All of it as one of ``worlds[0]`` ranks, then as one of fewer, going on from a state."""
+    # torch announces changes of its own here, in a process without pytest's filters.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    saved = None
+    for world in worlds:
+        if rank >= world:
+            continue
+        path = f"file://{folder}/{world}"
+        dist.init_process_group("gloo", init_method=path, rank=rank, world_size=world)
+        results[world, rank] = found = everything(rank, world, saved)
+        saved = found["fast"]["states"][-1]
+        dist.barrier()
+        dist.destroy_process_group()
     os._exit(0)  # torch's gloo threads abort now and then when a process exits by itself

@@ -1,7 +1,7 @@
 """The adaptive scaler on 2 and 4 ranks: exact in every layout, and one plan for all.
 
-Real processes over gloo; each number of ranks is launched once and runs every layout
-(``adaptive_on_ranks.py``), and the tests look at what the ranks brought back.
+Real processes over gloo: one launch runs every layout (``adaptive_on_ranks.py``), on four ranks
+and then on the first two of them, and the tests look at what the ranks brought back.
 """
 
 import sys
@@ -24,22 +24,14 @@ WORLDS = (4, 2)
 HELD = {"fsdp2 half", "tensors spread"}
 
 
-def launch(world, path, saved):
-    """What every rank found; gloo's threads may abort at exit, after all is said and done."""
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(on_ranks.one_rank, (world, path, results, saved), nprocs=world)
-        return [results[rank] for rank in range(world)]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """By number of ranks; those with fewer go on from the last state of those with more."""
-    found, saved = {}, None
-    for world in WORLDS:
-        found[world] = launch(world, tmp_path_factory.mktemp("ranks") / "rendezvous", saved)
-        saved = found[world][0]["fast"]["states"][-1]
-    return found
+    """What every rank found, by the number of ranks."""
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        folder = tmp_path_factory.mktemp("ranks")
+        mp.spawn(on_ranks.one_rank, (WORLDS, folder, results), nprocs=max(WORLDS))
+        return {world: [results[world, rank] for rank in range(world)] for world in WORLDS}
 
 
 @pytest.fixture(params=WORLDS)

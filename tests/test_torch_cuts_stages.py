@@ -114,9 +114,7 @@ def test_a_scaler_arms_a_stage_by_its_outputs():
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize(
-    "name", ["_forward_metadata_inference", "_backward_metadata_inference"]
-)
+@pytest.mark.parametrize("name", ["_forward_metadata_inference", "_backward_metadata_inference"])
 def test_a_rehearsal_is_not_recorded(name, monkeypatch):
     stage = pytest.importorskip("torch.distributed.pipelining.stage").PipelineStage
     engine = Engine(part := stages()[0])

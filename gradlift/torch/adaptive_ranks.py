@@ -71,9 +71,7 @@ class Talk:
         """Of the probe, as it was told last."""
         self._heard: list[Tensor] = []
 
-    def tell(
-        self, largest: Tensor, probe: Probe | None, unplanned: bool, watches: bool
-    ) -> Tensor:
+    def tell(self, largest: Tensor, probe: Probe | None, unplanned: bool, watches: bool) -> Tensor:
         """This rank's remarks: float64 [REMARKS] on the device of ``largest``.
 
         Args:

@@ -206,11 +206,13 @@ class Stepping(Agreeing):
             self._note_amax(measured.amax)
         norm = measured.norm
         if self._ranks is not None:
-            squares = self._spread.squares_of(optimizer, measured.sumsq)
+            # A pass for the largest gradients alone has measured a norm that nobody asked for.
+            wanted = self._max_norm is not None
+            squares = self._spread.squares_of(optimizer, measured.sumsq) if wanted else None
             state["exchange"] = self._propose(found, state["bad_loss"], squares)
             self._settle(state)
             found = self._found(state)
-            norm = (state.pop("norm") / scale).float()
+            norm = (state.pop("norm") / scale).float() if wanted else norm
         state["found_inf_per_device"] = {scale.device: found}
         self._last_found, self._grad_norm = found, norm
         self._overflow.count(optimizer, phase.grads, found, self._updates)
