@@ -12,7 +12,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -95,12 +99,22 @@ def wrapped(kind, world):
         for number in range(2):
             model.blocks[number] = nn.Sequential(nn.Linear(8, 8), Experts(), nn.Linear(8, 8))
         return model, model
+    if kind == "fsdp1":
+        for number in range(2):
+            model.blocks[number] = FullyShardedDataParallel(
+                model.blocks[number], use_orig_params=True, device_id=torch.device("cpu")
+            )
+        outer = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        return model, outer
     if kind == "tensors spread":
         return spread(model, world)
     if kind.startswith("ddp"):
         views = kind == "ddp views"
         outer = DistributedDataParallel(
-            model, gradient_as_bucket_view=views, find_unused_parameters=views
+            model,
+            gradient_as_bucket_view=views,
+            find_unused_parameters=views,
+            static_graph=kind == "ddp static",
         )
         if kind == "ddp float16":
             outer.register_comm_hook(None, fp16_compress_hook)
@@ -159,7 +173,8 @@ def sharded(model, mesh, policy=None):
 
 
 def layouts(world):
-    kinds = ["ddp", "ddp views", "ddp float16", "fsdp2", "fsdp2 checkpoint"]
+    kinds = ["ddp", "ddp views", "ddp static", "ddp float16"]
+    kinds += ["fsdp1", "fsdp2", "fsdp2 checkpoint"]
     kinds += ["fsdp2 float16 reduction", "fsdp2 half", "tensor parallel"]
     kinds += ["tensors spread", "experts"]
     return kinds + (["fsdp2 hybrid", "tensor parallel and fsdp2"] if world == 4 else [])
@@ -191,7 +206,8 @@ def exactness(kind, rank, world):
         scaled.backward()
         return [grad.clone() for grad in local_grads(model)]
 
-    backward()  # DDP puts its buckets in another order after the first one
+    for _ in range(2):  # DDP puts its buckets in another order after the first passes
+        backward()
     expected = backward()
     engine.probe()
     found = [backward()]
@@ -331,6 +347,29 @@ def without_gradients(rank, world):
         scaler.step(optimizer)
         scaler.update()
         states.append(observed(scaler))
+    scaler.close()
+    return states
+
+
+def lone_run(group, device="cpu"):
+    """Scale and pilot after every step of a rank that trains a model of its own."""
+    torch.manual_seed(0)
+    model = Deep().to(device)
+    scaler = AdaptiveGradScaler(model, device, process_group=group, interval=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+    states = []
+    for step in range(16):
+        optimizer.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        with torch.autocast(device, torch.float16):
+            out = model(x.to(device))
+        scaler.scale(out.float().pow(2).sum()).backward()
+        if step == 6:
+            model.layers[4].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        state = scaler.state_dict()
+        states.append((state["scale"], state["gradlift_adaptive"]["pilot"]))
     scaler.close()
     return states
 
@@ -500,6 +539,16 @@ def traffic(rank, world):
     return counts
 
 
+def nccl_rank(rank, folder, results):
+    """One rank on a GPU, without a group and then with one."""
+    warnings.simplefilter("ignore")
+    alone = lone_run(None, "cuda")
+    dist.init_process_group("nccl", init_method=f"file://{folder}/nccl", rank=0, world_size=1)
+    results["alone"], results["group"] = alone, lone_run(dist.group.WORLD, "cuda")
+    dist.destroy_process_group()
+    os._exit(0)
+
+
 def everything(rank, world, saved):
     found = {
         "exactness": {kind: exactness(kind, rank, world) for kind in layouts(world)},
@@ -512,6 +561,7 @@ def everything(rank, world, saved):
         "drop": adaptive_run(rank, world, drop=True, steps=20),
         "odd": adaptive_run(rank, world, odd=True, steps=38),
         "float16 sums": float16_sums(rank, world),
+        "lone": lone_run([dist.new_group([one]) for one in range(world)][rank]),
         "without": without_gradients(rank, world),
         "pipelines": pipelines(rank, world),
         "disputes": disputes(rank, world),

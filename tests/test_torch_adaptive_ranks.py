@@ -52,8 +52,8 @@ def test_gradients_at_random_exponents_are_exact(ranks, world, kind):
         for neutral, active in found["outcomes"]:
             assert neutral is None
             assert (active == 0) if kind in HELD else active >= 2
-        # Whole parameters that FSDP2 has gathered are known by name.
-        assert len(found["named"]) == 13
+        # Whole parameters that FSDP2 has gathered are known by name; FSDP1 has one flat one.
+        assert len(found["named"]) == (0 if kind == "fsdp1" else 13)
         assert len(found["outcomes"]) == 3
 
 
@@ -137,6 +137,13 @@ def test_room_is_left_for_a_sum_over_ranks_in_float16(results):
     assert 2.0**13 <= max(largest) < 2.0**16
 
 
+def test_a_group_of_one_decides_as_no_group_does(results):
+    expected = on_ranks.lone_run(None)
+    for result in results:
+        assert result["lone"] == expected
+    assert len({scale for scale, _ in expected}) > 2
+
+
 def test_a_rank_without_gradients_hangs_nobody(results):
     equal_at_every_step([result["without"] for result in results])
     assert results[0]["without"][-1]["gradlift_adaptive"]["pilot"]["plan"] is not None
@@ -213,3 +220,13 @@ def test_fewer_ranks_go_on_with_scale_and_plan(ranks):
     assert alone.get_scale() == saved["scale"]
     assert alone.plan.to_dict() == before["pilot"]["plan"]
     alone.close()
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_on_a_gpu_decides_as_no_group_does(tmp_path):
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(on_ranks.nccl_rank, (tmp_path, results), nprocs=1)
+        alone, group = results["alone"], results["group"]
+    assert group == alone
+    assert alone[-1][1]["plan"] is not None

@@ -375,7 +375,7 @@ class AdaptiveGradScaler(AmongRanks):
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self._pilot.load(pilot)
-        self._step_number, self._pending = step, pending
+        self._step_number, self._pending, self._planned_at = step, pending, -1
         self._loaded_overflowed = overflowed
         self._engine.take()
         self._engine.pin(pins)

@@ -70,6 +70,14 @@ class Talk:
         self.layout: Layout | None = None
         """Of the probe, as it was told last."""
         self._heard: list[Tensor] = []
+        self._hashed: tuple[Any, Any, int] | None = None
+
+    def hash_of(self, plan: Mapping[str, int], pins: Mapping[str, int]) -> int:
+        """A hash of exponents by name; of mappings that are replaced and never changed."""
+        if self._hashed is None or self._hashed[0] is not plan or self._hashed[1] is not pins:
+            found = zlib.crc32(repr((sorted(plan.items()), sorted(pins.items()))).encode())
+            self._hashed = plan, pins, found
+        return self._hashed[2]
 
     def tell(self, largest: Tensor, probe: Probe | None, unplanned: bool, watches: bool) -> Tensor:
         """This rank's remarks: float64 [REMARKS] on the device of ``largest``.
@@ -169,10 +177,9 @@ def overflowed_anywhere(
     return [first[component] for component in hit.nonzero().flatten().tolist()]
 
 
-def fingerprint(exponents: Any, course: Any) -> int:
-    """A whole number below 2**52 out of two parts: what runs at which exponent, and the rest."""
-    parts = (zlib.crc32(repr(part).encode()) % 2**_PART_BITS for part in (exponents, course))
-    high, low = parts
+def fingerprint(exponents: int, course: Any) -> int:
+    """A whole number below 2**52 out of a hash of the exponents by name, and all the rest."""
+    high, low = (part % 2**_PART_BITS for part in (exponents, zlib.crc32(repr(course).encode())))
     return high << _PART_BITS | low
 
 
@@ -248,20 +255,23 @@ class AmongRanks(GradScaler):
             torch.cat(largest) if largest else self._zero,
             engine.recording,
             engine.unplanned,
-            engine.can_watch,
+            # Asked only as long as it matters: to find out takes a walk over all modules.
+            self._pilot.plan is not None or engine.can_watch,
         )
 
     def _fingerprint(self) -> int:
-        # A step's number inside a traced graph would have it traced anew at every step.
-        return 0 if torch.compiler.is_compiling() else fingerprint(*self._course())
+        if torch.compiler.is_compiling():
+            # A step's number inside a traced graph would have it traced anew at every step.
+            return 0
+        exponents = self._talk.hash_of(self._engine._plan, self._engine._pins)
+        return fingerprint(exponents, self._course())
 
-    def _course(self) -> tuple[Any, Any]:
-        """What must be equal on all ranks: exponents by name, and what moves them on."""
-        engine, pilot = self._engine, self._pilot
-        exponents = sorted(engine.offsets.items()), sorted(engine.pins.items())
+    def _course(self) -> tuple[Any, ...]:
+        """What moves the exponents on, and must be equal on all ranks as they are."""
+        pilot = self._pilot
         settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
-        course = self._step_number, pilot.next_probe, engine.probing, *settings, pilot.layerwise
-        return exponents, course
+        now = self._step_number, pilot.next_probe, self._engine.probing
+        return *now, *settings, pilot.layerwise
 
     # What came of it.
 
@@ -269,12 +279,12 @@ class AmongRanks(GradScaler):
         self._talk.hear(remarks, disputed)
 
     def _refuse(self, rows: list[list[float]]) -> None:
-        (offsets, pins), course = self._course()
-        moved = ", ".join(f"{key} at {offset:+d}" for key, offset in offsets if offset)
+        offsets, pins = self._engine.offsets, self._engine.pins
+        moved = ", ".join(f"{key} at {offset:+d}" for key, offset in offsets.items() if offset)
         own = (
-            f"planned {moved or 'nothing'}, pinned {dict(pins) or 'nothing'}",
+            f"planned {moved or 'nothing'}, pinned {pins or 'nothing'}",
             "step {}, next probe at {}, probing {}, format {}, tolerance {}, headroom {}, "
-            "interval {}, layerwise {}".format(*course),
+            "interval {}, layerwise {}".format(*self._course()),
         )
         reason = explain(rows, cast(Ranks, self._ranks), own)
         if reason is None:
