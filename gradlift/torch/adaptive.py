@@ -10,7 +10,7 @@ passes at given exponents and records probes, the pilot (``gradlift.pilot``) dec
     what the pilot says                                        to the scale and the engine
 
 The delay is fixed, so that a run takes the same steps on a fast machine and on a slow one. On an
-overflow the device halves the scale at once, without asking the pilot.
+overflow the device lowers the scale at once, without asking the pilot.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ from gradlift.torch.update import has_triton
 
 # Steps between a step and what is made of it.
 DELAY = 2
+
+# On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
+# overflows again is lost, and a probe brings the scale back a few steps later.
+BACKOFF = 2.0**-4
 
 # Elements below which a pass over the gradients takes less than a launch.
 SMALL = 2**24
@@ -102,7 +106,12 @@ class AdaptiveGradScaler(AmongRanks):
         process_group: Any = None,
     ) -> None:
         _check_arguments(model, interval, init_scale, rule, emulate)
-        policy = Dynamic(init_scale=init_scale, growth_interval=2**31 - 1, max_scale=2.0**96)
+        policy = Dynamic(
+            init_scale=init_scale,
+            growth_interval=2**31 - 1,
+            backoff_factor=BACKOFF,
+            max_scale=2.0**96,
+        )
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )

@@ -9,7 +9,6 @@ later, all of them skipped.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -171,7 +170,6 @@ class Agreeing(Remembering):
     def _settings_hash(self) -> int:
         policy = self._policy
         numbers = (
-            type(policy).__name__,
             policy.growth_factor,
             policy.backoff_factor,
             policy.growth_interval,
@@ -180,7 +178,7 @@ class Agreeing(Remembering):
             policy.min_scale,
             policy.max_scale,
         )
-        return zlib.crc32(repr(numbers).encode())
+        return hash(numbers) % 2**52  # of numbers, hence the same in every process
 
     # What came of it.
 
@@ -220,6 +218,10 @@ class Agreeing(Remembering):
         if arrived is not None and any(map(any, arrived)):
             self._evidence = None
             self._refuse(arrived)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._check_dispute(wait=True)
+        return super().state_dict()
 
     def _refuse(self, rows: list[list[float]]) -> None:
         assert self._ranks is not None

@@ -49,12 +49,13 @@ class Spread:
 
     def __init__(self) -> None:
         self._marks = WeakTensorKeyDictionary()
+        self._any_marks = False
         self._masks: dict[Any, Tensor] = {}
 
     def mark(self, parameters: Iterable[Tensor], copies: Any) -> None:
         """This rank's own ``parameters``, of which the ranks of ``copies`` (a group, a mesh or
         None) hold copies."""
-        ranks = distributed.of(copies)
+        ranks, self._any_marks = distributed.of(copies), True
         for param in parameters:
             self._marks[param] = ranks is None or ranks.me == 0
 
@@ -86,6 +87,8 @@ class Spread:
         self, optimizer: torch.optim.Optimizer, buckets: grads.Buckets, rows: grads.Rows, home: Any
     ) -> Squares:
         """This rank's part of the squared norm of the gradients as they lie, on ``home``."""
+        if torch.compiler.is_compiling():
+            return self._plain_squares(optimizer, buckets, home)
         classes, copy = self.classes(optimizer)
         sums = self._offset(classes, home)
         for (device, dtype), tensors in buckets.items():
@@ -93,6 +96,19 @@ class Spread:
             mask = self._mask(tuple(classes[row] for row in rows[device, dtype]), home)
             sums = sums + mask @ norms.to(mask.dtype).square()
         return Squares(sums, copy)
+
+    def _plain_squares(
+        self, optimizer: torch.optim.Optimizer, buckets: grads.Buckets, home: Any
+    ) -> Squares:
+        """What a compiled step can trace: plain gradients that all ranks have copies of."""
+        if self._any_marks or any(mesh_of(p) is not None for p in grads.parameters(optimizer)):
+            raise ValueError(
+                "max_norm inside torch.compile is for plain parameters that all ranks hold copies "
+                "of; call step() outside the compiled function for DTensors and mark_own()"
+            )
+        norm = grads.norm(buckets, home).to(torch.float64)
+        zero = torch.zeros_like(norm)
+        return Squares(torch.stack([zero, norm.square(), zero]), _NO_COPY)
 
     def squares_of(self, optimizer: torch.optim.Optimizer, sumsq: Tensor) -> Squares:
         """The same from the sum of squares of every row, float64 [n], 0 where none is."""

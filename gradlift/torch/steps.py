@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from gradlift.torch import closures, fused, grads, spread
 from gradlift.torch.agreeing import Agreeing
 from gradlift.torch.optim import Phase
+from gradlift.torch.reference import Measure
 from gradlift.torch.update import has_triton
 
 
@@ -206,19 +207,32 @@ class Stepping(Agreeing):
             self._note_amax(measured.amax)
         norm = measured.norm
         if self._ranks is not None:
-            # A pass for the largest gradients alone has measured a norm that nobody asked for.
-            wanted = self._max_norm is not None
-            squares = self._spread.squares_of(optimizer, measured.sumsq) if wanted else None
-            state["exchange"] = self._propose(found, state["bad_loss"], squares)
-            self._settle(state)
-            found = self._found(state)
-            norm = (state.pop("norm") / scale).float() if wanted else norm
+            found, norm = self._agree_on_norm(optimizer, state, found, measured)
         state["found_inf_per_device"] = {scale.device: found}
         self._last_found, self._grad_norm = found, norm
         self._overflow.count(optimizer, phase.grads, found, self._updates)
         phase.update(scale, found, norm, max_norm)
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
+
+    def _agree_on_norm(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        found: Tensor,
+        measured: Measure,
+    ) -> tuple[Tensor, Tensor]:
+        """The flag and the true gradient's norm over all ranks; this rank's own where nobody
+        asked to clip."""
+        squares = None
+        if self._max_norm is not None:
+            squares = self._spread.squares_of(optimizer, measured.sumsq)
+        state["exchange"] = self._propose(found, state["bad_loss"], squares)
+        found = self._found(state)
+        if squares is None:
+            return found, measured.norm
+        scale = self._one if state["stage"] is OptState.UNSCALED else cast(Tensor, self._scale)
+        return found, (state.pop("norm") / scale).float()
 
     def _fast_norm(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, state: dict[str, Any]
