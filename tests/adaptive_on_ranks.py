@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
+from gradlift.torch.adaptive_ranks import gathered, overflowed_anywhere
+from gradlift.torch.distributed import Ranks
 from gradlift.torch.engine import Engine
 
 SCALE = 2.0**10
@@ -512,7 +514,7 @@ def traffic(rank, world):
         sent.append(tensor.numel() * tensor.element_size())
         return real[0](tensor, *args, **kwargs)
 
-    def gathered(*args, **kwargs):
+    def counted_objects(*args, **kwargs):
         sent.append(-1)
         return real[1](*args, **kwargs)
 
@@ -522,7 +524,7 @@ def traffic(rank, world):
     scaler = AdaptiveGradScaler(outer, "cpu", interval=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     counts = []
-    dist.all_reduce, dist.all_gather_object = counted, gathered
+    dist.all_reduce, dist.all_gather_object = counted, counted_objects
     try:
         for _ in range(14):
             sent.clear()
@@ -537,6 +539,36 @@ def traffic(rank, world):
         dist.all_reduce, dist.all_gather_object = real
     scaler.close()
     return counts
+
+
+def grid(rank, world):
+    """What is gathered and added up over a mesh whose rows and columns alone are groups."""
+    mesh = init_device_mesh("cpu", (2, world // 2))
+    ranks = Ranks(tuple(mesh.get_group(dim) for dim in range(2)), tuple(range(world)), rank)
+    owners = {"a": 0, "b": 1, "c": 2, "d": 1}
+    names = [["a"], [], ["unknown"], ["d"]][rank]
+    cpu = torch.device("cpu")
+    return gathered(10 * rank, ranks), overflowed_anywhere(names, owners, ranks, cpu)
+
+
+def long_rank(rank, folder, results):
+    """Three hundred steps on two ranks, replicated and sharded, spoiled at random."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/long", rank=rank, world_size=2)
+    dice, found = random.Random(0), {}
+    for shard in (False, True):
+        bad = {
+            (step, dice.randrange(2), dice.choice(["loss", "grad"]))
+            for step in range(300)
+            if dice.random() < 0.1
+        }
+        found[shard] = adaptive_run(rank, 2, shard=shard, slow=not shard, bad=bad, steps=300)
+        found[shard]["bad"] = len(bad)
+    results[rank] = found
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
 
 
 def nccl_rank(rank, folder, results):
@@ -568,6 +600,8 @@ def everything(rank, world, saved):
         "refusal": refusal(),
         "traffic": traffic(rank, world),
     }
+    if world == 4:
+        found["grid"] = grid(rank, world)
     if saved is not None:
         found["resumed"] = adaptive_run(rank, world, load=saved, steps=8)
     return found

@@ -222,6 +222,27 @@ def test_fewer_ranks_go_on_with_scale_and_plan(ranks):
     alone.close()
 
 
+def test_a_mesh_without_a_group_of_its_own(ranks):
+    for result in ranks[4]:
+        assert result["grid"] == ([0, 10, 20, 30], ["a", "b"])
+
+
+@pytest.mark.slow
+def test_three_hundred_steps_with_bad_gradients_on_some_rank(tmp_path):
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(on_ranks.long_rank, (tmp_path, results), nprocs=2)
+        found = [results[0], results[1]]
+    for shard in (False, True):
+        equal_at_every_step([result[shard]["states"] for result in found])
+        assert found[0][shard]["skipped"] == found[1][shard]["skipped"] >= found[0][shard]["bad"]
+        assert found[0][shard]["bad"] > 15
+        assert any(active for _, active in found[0][shard]["active"][-20:])
+        for one, other in zip(*(result[shard]["weights"] for result in found), strict=True):
+            assert torch.equal(one, other)
+            assert bool(one.isfinite().all())
+
+
 @pytest.mark.gpu
 def test_a_group_of_one_on_a_gpu_decides_as_no_group_does(tmp_path):
     with mp.get_context("spawn").Manager() as manager:

@@ -71,6 +71,7 @@ class Talk:
         """Of the probe, as it was told last."""
         self._heard: list[Tensor] = []
         self._hashed: tuple[Any, Any, int] | None = None
+        self._forms: dict[Any, Tensor] = {}
 
     def hash_of(self, plan: Mapping[str, int], pins: Mapping[str, int]) -> int:
         """A hash of exponents by name; of mappings that are replaced and never changed."""
@@ -89,13 +90,20 @@ class Talk:
             watches: whether outputs can be looked at.
         """
         self.layout = None if probe is None else Layout.of(probe)
-        told = torch.zeros(REMARKS, dtype=torch.float64, device=largest.device)
+        layout = NO_PROBE if self.layout is None else self.layout.digest()
+        told = self._form(largest.device, (0, layout, int(unplanned), int(watches))).clone()
         # A NaN has no order; what is not finite has no exponent either.
-        told[LARGEST] = largest.amax().nan_to_num(torch.inf, torch.inf)
-        told[LAYOUT].fill_(NO_PROBE if self.layout is None else self.layout.digest())
-        told[UNPLANNED].fill_(unplanned)
-        told[WATCHES].fill_(watches)
+        told[LARGEST].copy_(largest.amax().nan_to_num(torch.inf, torch.inf))
         return told
+
+    def _form(self, device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+        """The numbers that the host knows, on the device; those of an ordinary step lie ready."""
+        ready = self._forms.get((device, numbers))
+        if ready is None:
+            ready = torch.tensor(numbers, dtype=torch.float64, device=device)
+            if numbers[LAYOUT] == NO_PROBE:
+                self._forms[device, numbers] = ready
+        return ready
 
     def hear(self, remarks: Tensor, disputed: Tensor) -> None:
         """Take in the remarks of all ranks: float64 [ranks, REMARKS] on the device."""
@@ -107,10 +115,12 @@ class Talk:
         heard, self._heard = self._heard, []
         if not heard:
             return row
-        whole = torch.stack(heard).amax(0)
-        # Graphs may be armed between two optimizers' steps: only the last one saw them all.
-        for place in (LAYOUT, REMARKS):
-            whole[place] = heard[-1][place]
+        whole = heard[-1]
+        if len(heard) > 1:
+            whole = torch.stack(heard).amax(0)
+            # Graphs may be armed between two optimizers' steps: only the last one saw them all.
+            for place in (LAYOUT, REMARKS):
+                whole[place] = heard[-1][place]
         return torch.cat([row.to(whole), whole])
 
     def end(self) -> Layout | None:
