@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/recipe_ddp.py
 
-Rank 1 alone sees a loss of NaN in step 3. DDP averages gradients, so both ranks get NaNs; with
-``process_group`` they also agree that the loss was at fault, and leave the scale where it is.
+Rank 1 alone sees a loss of NaN in step 3. DDP averages gradients, so both ranks get NaNs; since the
+scaler knows the wrapped model they also agree that the loss was at fault, and leave the scale where
+it is.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main(steps: int = 20) -> None:
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
-    scaler = GradScaler(device.type, init_scale=2.0**10, process_group=dist.group.WORLD)
+    scaler = GradScaler(device.type, init_scale=2.0**10, model=model)  # DDP names the ranks
     inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(rank)).to(device)
     targets = inputs.sum(1, keepdim=True)
     losses = []

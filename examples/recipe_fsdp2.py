@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/recipe_fsdp2.py
 
-Each rank sees only its shard of the gradients, so an inf may lie on one rank alone; the scaler
-reduces the decision over ``process_group``. The norm of a sharded gradient is left to torch's
-``clip_grad_norm_``, between ``unscale_`` and ``step``.
+Each rank sees only its shard of the gradients, so an inf may lie on one rank alone. The parameters
+are DTensors, which name their ranks: the scaler shares the decision with them and clips by the norm
+over all shards, in one small all-reduce.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(steps: int = 20) -> None:
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, mp_policy=half)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
-    scaler = GradScaler(kind, init_scale=2.0**10, process_group=dist.group.WORLD)
+    scaler = GradScaler(kind, init_scale=2.0**10)
     inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(rank)).to(kind)
     targets = inputs.sum(1, keepdim=True)
     losses = []
@@ -43,9 +43,7 @@ def main(steps: int = 20) -> None:
             output.register_hook(lambda grad: grad * float("inf"))
         loss = nn.functional.mse_loss(output.float(), targets)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
+        scaler.step(optimizer, max_norm=1.0)
         scaler.update()
         losses.append(loss.item())
     everyone: list = [None] * dist.get_world_size()

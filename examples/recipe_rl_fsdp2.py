@@ -72,9 +72,7 @@ def main(steps: int = 40) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     fully_shard(policy, mesh=init_device_mesh(kind, (dist.get_world_size(),)), mp_policy=half)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01, fused=True)
-    scaler = GradScaler(
-        kind, init_scale=2.0**22, growth_interval=100, process_group=dist.group.WORLD
-    )
+    scaler = GradScaler(kind, init_scale=2.0**22, growth_interval=100)
     torch.manual_seed(1 + dist.get_rank())
     rewards = []
     for _ in range(steps):
@@ -82,9 +80,7 @@ def main(steps: int = 40) -> None:
         earned = reward(answers)
         optimizer.zero_grad()
         scaler.scale(policy_loss(policy, inputs, answers, earned)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        scaler.step(optimizer)
+        scaler.step(optimizer, max_norm=1.0)
         scaler.update()
         rewards.append(earned.mean().item())
     if dist.get_rank() == 0:
