@@ -503,7 +503,14 @@ def disputes(rank, world):
 
 
 def refusal():
-    return message_of(lambda: AdaptiveGradScaler(nn.Linear(2, 2), "cpu"))
+    """What a plain model without a group is told at its first step, and its weight after it."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    scaler, optimizer = AdaptiveGradScaler(model, "cpu"), torch.optim.SGD(model.parameters(), 1.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    said = message_of(lambda: scaler.step(optimizer))
+    scaler.close()
+    return said, model.weight.tolist()
 
 
 def traffic(rank, world):

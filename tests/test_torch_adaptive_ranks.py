@@ -193,8 +193,10 @@ def test_ranks_that_differ_move_no_weight_and_say_who_and_what(results, kind, wh
 
 def test_a_plain_model_without_a_group_is_refused(results):
     for result in results:
-        assert f"the job has {len(results)} ranks" in result["refusal"]
-        assert "process_group=" in result["refusal"]
+        said, weight = result["refusal"]
+        assert f"the job has {len(results)} ranks" in said
+        assert "process_group=" in said
+        assert weight == [[1.0, 1.0]]
 
 
 def test_one_small_message_a_step_and_one_a_probe(results):

@@ -85,7 +85,7 @@ class AdaptiveGradScaler(AmongRanks):
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
         process_group: the ranks that must decide alike, as for ``GradScaler``. In a job of
-            several ranks a model that implies none is refused.
+            several ranks a model that implies none is refused at the first step.
     """
 
     def __init__(
@@ -115,7 +115,6 @@ class AdaptiveGradScaler(AmongRanks):
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
-        self._check_ranks()
         self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise)
         self._engine = Engine(model, linear=linear)
         self._step_number = 0

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlift.plan import BINS
-from gradlift.torch import distributed, shared_probe
+from gradlift.torch import shared_probe
 from gradlift.torch.agreement import PLAN
 from gradlift.torch.distributed import Ranks
 from gradlift.torch.probe import Probe
@@ -242,16 +242,16 @@ class AmongRanks(GradScaler):
     # The step after which the latest probe took effect.
     _planned_at = -1
 
-    def _check_ranks(self) -> None:
-        """Refuse to decide alone in a job of several ranks, in which the plans would differ."""
-        if not self._enabled or self._ranks is not None or not distributed.initialized():
-            return
-        if dist.get_world_size() > 1:
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to decide alone in a job of several ranks, whose plans would differ: at the first
+        step, since wrappers may come after the scaler."""
+        super()._look_at(optimizer)
+        if self._ranks is None and dist.get_world_size() > 1:
             raise ValueError(
-                f"AdaptiveGradScaler: the job has {dist.get_world_size()} ranks, and the model "
-                "does not say which of them train it together. Give the model as DDP or FSDP "
-                "wrapped it, or process_group=, a group or a DeviceMesh; for a rank that trains "
-                "a model of its own, a group of that rank alone"
+                f"AdaptiveGradScaler: the job has {dist.get_world_size()} ranks, and neither the "
+                "model nor the parameters say which of them train it together. Give the model as "
+                "DDP or FSDP wrapped it, or process_group=, a group or a DeviceMesh; for a rank "
+                "that trains a model of its own, a group of that rank alone"
             )
 
     # What to tell.
