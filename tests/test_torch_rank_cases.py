@@ -15,7 +15,7 @@ import rank_cases
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_torch_ranks import launch
+from test_torch_ranks import launch, once
 
 from gradlift.torch import GradScaler
 
@@ -26,9 +26,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, str]]:
-    out = tmp_path_factory.mktemp("cases")
-    for world in (2, 4):  # in this order: four ranks read what two have saved
-        launch(world, out, script="rank_cases.py")
+    def work(out: Path) -> None:
+        for world in (2, 4):  # in this order: four ranks read what two have saved
+            launch(world, out, script="rank_cases.py")
+
+    out = once(tmp_path_factory, "cases", work)
     return {
         (world, rank): json.loads((out / f"{world}-{rank}.json").read_text())
         for world in (2, 4)

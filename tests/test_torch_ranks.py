@@ -10,12 +10,14 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from rank_layouts import FOUR, TWO, Single
 from rank_script import MODES, misfortune, train
 
@@ -41,8 +43,20 @@ def launch(ranks: int, out: Path, *arguments: str, script: str = "rank_script.py
         raise AssertionError("\n".join(told) or done.stderr[-4000:])
 
 
-def results_of(ranks: int, steps: int, out: Path, which: str) -> list[dict[str, Any]]:
-    launch(ranks, out, str(steps), which)
+def once(factory: pytest.TempPathFactory, name: str, work: Callable[[Path], None]) -> Path:
+    """The folder that ``work`` has filled: one launch serves all of xdist's workers."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out = base / name
+    with FileLock(base / f"{name}.lock"):
+        if not (out / "done").exists():
+            out.mkdir(exist_ok=True)
+            work(out)
+            (out / "done").touch()
+    return out
+
+
+def read(out: Path, ranks: int, which: str) -> list[dict[str, Any]]:
     return [torch.load(out / f"{which}{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
@@ -85,14 +99,19 @@ def check_copies(seen: list[dict[str, Any]]) -> None:
         assert all(len(values) == 1 for values in by_key.values())
 
 
+def trained(factory: pytest.TempPathFactory, ranks: int) -> list[dict[str, Any]]:
+    out = once(factory, f"trained{ranks}", lambda out: launch(ranks, out, str(STEPS)))
+    return read(out, ranks, "gradlift")
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of(2, STEPS, tmp_path_factory.mktemp("two"), "gradlift")
+    return trained(tmp_path_factory, 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of(4, STEPS, tmp_path_factory.mktemp("four"), "gradlift")
+    return trained(tmp_path_factory, 4)
 
 
 @pytest.mark.filterwarnings("ignore:gradlift. the loss is inf or NaN")
@@ -113,7 +132,8 @@ def test_four_ranks_train_as_one(four: Any, kind: type, mode: str) -> None:
 @pytest.mark.filterwarnings("ignore:gradlift. the loss is inf or NaN")
 @pytest.mark.parametrize(("ranks", "kinds"), [(2, TWO), (4, FOUR)])
 def test_three_hundred_steps(tmp_path: Path, ranks: int, kinds: tuple[type, ...]) -> None:
-    results = results_of(ranks, 300, tmp_path, "gradlift")
+    launch(ranks, tmp_path, "300")
+    results = read(tmp_path, ranks, "gradlift")
     for kind in kinds:
         for mode in MODES:
             check(kind.__name__, mode, results, 300)
@@ -131,7 +151,8 @@ def test_the_misfortunes_are_of_every_kind() -> None:
 def test_torchs_scalers_come_apart(tmp_path: Path) -> None:
     """The same script on torch's classes: they reduce nothing for plain parameters, nothing for
     a fused optimizer (defect 3), and refuse DTensors beside plain ones (defect 5)."""
-    first, second = results_of(2, STEPS, tmp_path, "torch")
+    launch(2, tmp_path, str(STEPS), "torch")
+    first, second = read(tmp_path, 2, "torch")
     for case in ("torch DDP plain", "torch DDP fused", "torch FSDP1 plain", "torch FSDP1 fused"):
         assert first[case]["scales"] != second[case]["scales"]
     for case in ("sharded DDP fused", "sharded FSDP1 fused"):

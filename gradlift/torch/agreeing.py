@@ -220,6 +220,7 @@ class Agreeing(Remembering):
             self._refuse(arrived)
 
     def state_dict(self) -> dict[str, Any]:
+        """What ``Remembering`` saves; refused where the ranks were seen to differ."""
         self._check_dispute(wait=True)
         return super().state_dict()
 

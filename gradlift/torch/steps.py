@@ -80,7 +80,7 @@ class Stepping(Agreeing):
             if unseen is not None and looked is None:
                 bad_loss = cast(Tensor, self._losses.look())
                 flags = {d: torch.maximum(f, bad_loss.to(d)) for d, f in flags.items()}
-        elif unseen is not None:
+        elif unseen is not None and not flags:
             bad_loss = self._losses.look()  # no gradients here; the other ranks have to know
         state["found_inf_per_device"] = flags
         state["bad_loss"] = bad_loss
