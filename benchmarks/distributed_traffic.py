@@ -28,6 +28,7 @@ if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tr
     sys.path.insert(0, str(ROOT))
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler  # noqa: E402
+from gradlift.torch.adaptive import DELAY  # noqa: E402
 
 STEPS = 24
 
@@ -116,13 +117,14 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def measure(case: Case) -> dict[str, list[list[int]]]:
-    """The sizes of each step's collectives, for steps and for steps that probe."""
-    found: dict[str, list[list[int]]] = {"step": [], "step with a probe": []}
+    """The sizes of each step's collectives, for steps and for those that take a probe in."""
+    usual, special = "step", "step that takes in a probe"
+    found: dict[str, list[list[int]]] = {usual: [], special: []}
     inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(STEPS):
         case.optimizer.zero_grad()
-        engine = getattr(case.scaler, "_engine", None)
-        probing = engine is not None and engine.probing
+        pending = getattr(case.scaler, "_pending", ())
+        due = len(pending) == DELAY and pending[0].probed
         with torch.autocast("cpu", torch.float16):
             output = case.model(inputs)
         loss = output.float().square().mean()
@@ -132,7 +134,7 @@ def measure(case: Case) -> dict[str, list[list[int]]]:
         with Traffic() as after:
             case.scaler.step(case.optimizer, max_norm=case.max_norm)
             case.scaler.update()
-        found["step with a probe" if probing else "step"].append(before.sizes + after.sizes)
+        found[special if due else usual].append(before.sizes + after.sizes)
     return found
 
 

@@ -12,7 +12,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -24,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
+from gradlift.torch.adaptive_ranks import gathered, overflowed_anywhere
+from gradlift.torch.distributed import Ranks
 from gradlift.torch.engine import Engine
 
 SCALE = 2.0**10
@@ -59,9 +65,9 @@ class Deep(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
-    def forward(self, x, without=()):
+    def forward(self, x, without=(), twice=()):
         for number, layer in enumerate(self.layers):
-            if number not in without:
+            for _ in range(0 if number in without else 2 if number in twice else 1):
                 x = x.detach() + layer(x) * 2.0**-7
         return x
 
@@ -95,12 +101,22 @@ def wrapped(kind, world):
         for number in range(2):
             model.blocks[number] = nn.Sequential(nn.Linear(8, 8), Experts(), nn.Linear(8, 8))
         return model, model
+    if kind == "fsdp1":
+        for number in range(2):
+            model.blocks[number] = FullyShardedDataParallel(
+                model.blocks[number], use_orig_params=True, device_id=torch.device("cpu")
+            )
+        outer = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        return model, outer
     if kind == "tensors spread":
         return spread(model, world)
     if kind.startswith("ddp"):
         views = kind == "ddp views"
         outer = DistributedDataParallel(
-            model, gradient_as_bucket_view=views, find_unused_parameters=views
+            model,
+            gradient_as_bucket_view=views,
+            find_unused_parameters=views,
+            static_graph=kind == "ddp static",
         )
         if kind == "ddp float16":
             outer.register_comm_hook(None, fp16_compress_hook)
@@ -159,7 +175,8 @@ def sharded(model, mesh, policy=None):
 
 
 def layouts(world):
-    kinds = ["ddp", "ddp views", "ddp float16", "fsdp2", "fsdp2 checkpoint"]
+    kinds = ["ddp", "ddp views", "ddp static", "ddp float16"]
+    kinds += ["fsdp1", "fsdp2", "fsdp2 checkpoint"]
     kinds += ["fsdp2 float16 reduction", "fsdp2 half", "tensor parallel"]
     kinds += ["tensors spread", "experts"]
     return kinds + (["fsdp2 hybrid", "tensor parallel and fsdp2"] if world == 4 else [])
@@ -191,7 +208,8 @@ def exactness(kind, rank, world):
         scaled.backward()
         return [grad.clone() for grad in local_grads(model)]
 
-    backward()  # DDP puts its buckets in another order after the first one
+    for _ in range(2):  # DDP puts its buckets in another order after the first passes
+        backward()
     expected = backward()
     engine.probe()
     found = [backward()]
@@ -231,8 +249,20 @@ def observed(scaler):
     return state
 
 
-def adaptive_run(rank, world, *, shard=False, slow=False, drop=False, bad=(), steps=16, load=None):
-    """The whole state of the scaler after every step, on this rank."""
+def adaptive_run(
+    rank, world, *, shard=False, slow=False, drop=False, odd=False, bad=(), steps=16, load=None
+):
+    """The whole state of the scaler after every step, on this rank.
+
+    Args:
+        shard: FSDP2 in place of DDP.
+        slow: in every step another rank comes late.
+        drop: each rank leaves out layers of its own.
+        odd: from step 30 on the last rank has another graph than it was planned for.
+        bad: (step, rank, "loss" or "grad") to spoil.
+        steps: how many.
+        load: a state to go on from.
+    """
     torch.manual_seed(0)
     model = Deep()
     if shard:
@@ -241,7 +271,7 @@ def adaptive_run(rank, world, *, shard=False, slow=False, drop=False, bad=(), st
         outer = fully_shard(model)
     else:
         outer = DistributedDataParallel(model, find_unused_parameters=drop)
-    scaler = AdaptiveGradScaler(outer, "cpu", interval=4)
+    scaler = AdaptiveGradScaler(outer, "cpu", interval=80 if odd else 4)
     if load is not None:
         scaler.load_state_dict(load)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
@@ -253,8 +283,8 @@ def adaptive_run(rank, world, *, shard=False, slow=False, drop=False, bad=(), st
         without = [n for n in range(9) if dice.random() < 0.2] if drop else ()
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
         with torch.autocast("cpu", torch.float16):
-            out = outer(x, without)
-        loss = out.float().pow(2).sum() * 2.0 ** (4 * rank)
+            out = outer(x, without, (3,) if odd and step >= 30 and rank == world - 1 else ())
+        loss = out.float().pow(2).sum() * 2.0 ** (0 if odd else 4 * rank)
         scaler.scale(loss * float("inf") if (step, rank, "loss") in bad else loss).backward()
         if (step, rank, "grad") in bad:
             local_grads(model)[step % 18].view(-1)[:1] = float("nan")
@@ -322,6 +352,29 @@ def without_gradients(rank, world):
         scaler.step(optimizer)
         scaler.update()
         states.append(observed(scaler))
+    scaler.close()
+    return states
+
+
+def lone_run(group, device="cpu"):
+    """Scale and pilot after every step of a rank that trains a model of its own."""
+    torch.manual_seed(0)
+    model = Deep().to(device)
+    scaler = AdaptiveGradScaler(model, device, process_group=group, interval=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+    states = []
+    for step in range(16):
+        optimizer.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        with torch.autocast(device, torch.float16):
+            out = model(x.to(device))
+        scaler.scale(out.float().pow(2).sum()).backward()
+        if step == 6:
+            model.layers[4].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        state = scaler.state_dict()
+        states.append((state["scale"], state["gradlift_adaptive"]["pilot"]))
     scaler.close()
     return states
 
@@ -453,7 +506,14 @@ def disputes(rank, world):
 
 
 def refusal():
-    return message_of(lambda: AdaptiveGradScaler(nn.Linear(2, 2), "cpu"))
+    """What a plain model without a group is told at its first step, and its weight after it."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    scaler, optimizer = AdaptiveGradScaler(model, "cpu"), torch.optim.SGD(model.parameters(), 1.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    said = message_of(lambda: scaler.step(optimizer))
+    scaler.close()
+    return said, model.weight.tolist()
 
 
 def traffic(rank, world):
@@ -464,7 +524,7 @@ def traffic(rank, world):
         sent.append(tensor.numel() * tensor.element_size())
         return real[0](tensor, *args, **kwargs)
 
-    def gathered(*args, **kwargs):
+    def counted_objects(*args, **kwargs):
         sent.append(-1)
         return real[1](*args, **kwargs)
 
@@ -474,7 +534,7 @@ def traffic(rank, world):
     scaler = AdaptiveGradScaler(outer, "cpu", interval=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     counts = []
-    dist.all_reduce, dist.all_gather_object = counted, gathered
+    dist.all_reduce, dist.all_gather_object = counted, counted_objects
     try:
         for _ in range(14):
             sent.clear()
@@ -491,11 +551,47 @@ def traffic(rank, world):
     return counts
 
 
-def one_rank(rank, world, path, results, saved):
-    # torch announces changes of its own here, in a process without pytest's filters.
+def grid(rank, world):
+    """What is gathered and added up over a mesh whose rows and columns alone are groups."""
+    mesh = init_device_mesh("cpu", (2, world // 2))
+    ranks = Ranks(tuple(mesh.get_group(dim) for dim in range(2)), tuple(range(world)), rank)
+    owners = {"a": 0, "b": 1, "c": 2, "d": 1}
+    names = [["a"], [], ["unknown"], ["d"]][rank]
+    cpu = torch.device("cpu")
+    return gathered(10 * rank, ranks), overflowed_anywhere(names, owners, ranks, cpu)
+
+
+def long_rank(rank, folder, results):
+    """Three hundred steps on two ranks, replicated and sharded, spoiled at random."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/long", rank=rank, world_size=2)
+    dice, found = random.Random(0), {}
+    for shard in (False, True):
+        bad = {
+            (step, dice.randrange(2), dice.choice(["loss", "grad"]))
+            for step in range(300)
+            if dice.random() < 0.1
+        }
+        found[shard] = adaptive_run(rank, 2, shard=shard, slow=not shard, bad=bad, steps=300)
+        found[shard]["bad"] = len(bad)
+    results[rank] = found
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def nccl_rank(rank, folder, results):
+    """One rank on a GPU, without a group and then with one."""
+    warnings.simplefilter("ignore")
+    alone = lone_run(None, "cuda")
+    dist.init_process_group("nccl", init_method=f"file://{folder}/nccl", rank=0, world_size=1)
+    results["alone"], results["group"] = alone, lone_run(dist.group.WORLD, "cuda")
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def everything(rank, world, saved):
     found = {
         "exactness": {kind: exactness(kind, rank, world) for kind in layouts(world)},
         "training": {
@@ -505,16 +601,35 @@ def one_rank(rank, world, path, results, saved):
         "slow": adaptive_run(rank, world, slow=True, bad=BAD),
         "sharded": adaptive_run(rank, world, shard=True, bad=BAD),
         "drop": adaptive_run(rank, world, drop=True, steps=20),
+        "odd": adaptive_run(rank, world, odd=True, steps=38),
         "float16 sums": float16_sums(rank, world),
+        "lone": lone_run([dist.new_group([one]) for one in range(world)][rank]),
         "without": without_gradients(rank, world),
         "pipelines": pipelines(rank, world),
         "disputes": disputes(rank, world),
         "refusal": refusal(),
         "traffic": traffic(rank, world),
     }
+    if world == 4:
+        found["grid"] = grid(rank, world)
     if saved is not None:
         found["resumed"] = adaptive_run(rank, world, load=saved, steps=8)
-    results[rank] = found
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
+
+
+def one_rank(rank, worlds, folder, results):
+    """All of it as one of ``worlds[0]`` ranks, then as one of fewer, going on from a state."""
+    # torch announces changes of its own here, in a process without pytest's filters.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    saved = None
+    for world in worlds:
+        if rank >= world:
+            continue
+        path = f"file://{folder}/{world}"
+        dist.init_process_group("gloo", init_method=path, rank=rank, world_size=world)
+        results[world, rank] = found = everything(rank, world, saved)
+        saved = found["fast"]["states"][-1]
+        dist.barrier()
+        dist.destroy_process_group()
     os._exit(0)  # torch's gloo threads abort now and then when a process exits by itself

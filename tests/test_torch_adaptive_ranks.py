@@ -1,7 +1,7 @@
 """The adaptive scaler on 2 and 4 ranks: exact in every layout, and one plan for all.
 
-Real processes over gloo; each number of ranks is launched once and runs every layout
-(``adaptive_on_ranks.py``), and the tests look at what the ranks brought back.
+Real processes over gloo: one launch runs every layout (``adaptive_on_ranks.py``), on four ranks
+and then on the first two of them, and the tests look at what the ranks brought back.
 """
 
 import sys
@@ -24,22 +24,14 @@ WORLDS = (4, 2)
 HELD = {"tensors spread"}
 
 
-def launch(world, path, saved):
-    """What every rank found; gloo's threads may abort at exit, after all is said and done."""
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(on_ranks.one_rank, (world, path, results, saved), nprocs=world)
-        return [results[rank] for rank in range(world)]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """By number of ranks; those with fewer go on from the last state of those with more."""
-    found, saved = {}, None
-    for world in WORLDS:
-        found[world] = launch(world, tmp_path_factory.mktemp("ranks") / "rendezvous", saved)
-        saved = found[world][0]["fast"]["states"][-1]
-    return found
+    """What every rank found, by the number of ranks."""
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        folder = tmp_path_factory.mktemp("ranks")
+        mp.spawn(on_ranks.one_rank, (WORLDS, folder, results), nprocs=max(WORLDS))
+        return {world: [results[world, rank] for rank in range(world)] for world in WORLDS}
 
 
 @pytest.fixture(params=WORLDS)
@@ -60,8 +52,8 @@ def test_gradients_at_random_exponents_are_exact(ranks, world, kind):
         for neutral, active in found["outcomes"]:
             assert neutral is None
             assert (active == 0) if kind in HELD else active >= 2
-        # Whole parameters that FSDP2 has gathered are known by name.
-        assert len(found["named"]) == 13
+        # Whole parameters that FSDP2 has gathered are known by name; FSDP1 has one flat one.
+        assert len(found["named"]) == (0 if kind == "fsdp1" else 13)
         assert len(found["outcomes"]) == 3
 
 
@@ -98,10 +90,9 @@ def test_what_one_rank_finds_all_skip(results):
     for kind in ("fast", "sharded"):
         for result in results:
             assert result[kind]["skipped"] == results[0][kind]["skipped"] >= len(on_ranks.BAD)
+    expected = results[0]["fast"]["weights"]
     for result in results:
-        for one, other in zip(
-            result["fast"]["weights"], results[0]["fast"]["weights"], strict=True
-        ):
+        for one, other in zip(result["fast"]["weights"], expected, strict=True):
             assert torch.equal(one, other)
 
 
@@ -126,10 +117,31 @@ def test_dropped_layers_are_planned_from_the_ranks_that_had_them(results):
     assert {f"layers.{n}" for n in range(9)} <= set(offsets)
 
 
+def test_a_graph_that_one_rank_alone_has_makes_all_of_them_probe(results):
+    equal_at_every_step([result["odd"]["states"] for result in results])
+    known = [
+        "layers.3@2" in state["gradlift_adaptive"]["pilot"]["offsets"]
+        for state in results[0]["odd"]["states"]
+    ]
+    neutral = [[reason for reason, _ in result["odd"]["active"]] for result in results]
+    assert all(reason is None for reasons in neutral[:-1] for reason in reasons)
+    assert "layers.3@2" in neutral[-1][30]
+    # Told at step 30, heard at the end of 32, probed in 33, adopted at the end of 35.
+    assert [step for step, reason in enumerate(neutral[-1]) if reason] == list(range(30, 36))
+    assert known.index(True) == 35
+
+
 def test_room_is_left_for_a_sum_over_ranks_in_float16(results):
     largest = [result["float16 sums"][1] for result in results]
     assert all(result["float16 sums"][0] == 0 for result in results)
     assert 2.0**13 <= max(largest) < 2.0**16
+
+
+def test_a_group_of_one_decides_as_no_group_does(results):
+    expected = on_ranks.lone_run(None)
+    for result in results:
+        assert result["lone"] == expected
+    assert len({scale for scale, _ in expected}) > 2
 
 
 def test_a_rank_without_gradients_hangs_nobody(results):
@@ -181,8 +193,10 @@ def test_ranks_that_differ_move_no_weight_and_say_who_and_what(results, kind, wh
 
 def test_a_plain_model_without_a_group_is_refused(results):
     for result in results:
-        assert f"the job has {len(results)} ranks" in result["refusal"]
-        assert "process_group=" in result["refusal"]
+        said, weight = result["refusal"]
+        assert f"the job has {len(results)} ranks" in said
+        assert "process_group=" in said
+        assert weight == [[1.0, 1.0]]
 
 
 def test_one_small_message_a_step_and_one_a_probe(results):
@@ -208,3 +222,34 @@ def test_fewer_ranks_go_on_with_scale_and_plan(ranks):
     assert alone.get_scale() == saved["scale"]
     assert alone.plan.to_dict() == before["pilot"]["plan"]
     alone.close()
+
+
+def test_a_mesh_without_a_group_of_its_own(ranks):
+    for result in ranks[4]:
+        assert result["grid"] == ([0, 10, 20, 30], ["a", "b"])
+
+
+@pytest.mark.slow
+def test_three_hundred_steps_with_bad_gradients_on_some_rank(tmp_path):
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(on_ranks.long_rank, (tmp_path, results), nprocs=2)
+        found = [results[0], results[1]]
+    for shard in (False, True):
+        equal_at_every_step([result[shard]["states"] for result in found])
+        assert found[0][shard]["skipped"] == found[1][shard]["skipped"] >= found[0][shard]["bad"]
+        assert found[0][shard]["bad"] > 15
+        assert any(active for _, active in found[0][shard]["active"][-20:])
+        for one, other in zip(*(result[shard]["weights"] for result in found), strict=True):
+            assert torch.equal(one, other)
+            assert bool(one.isfinite().all())
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_on_a_gpu_decides_as_no_group_does(tmp_path):
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(on_ranks.nccl_rank, (tmp_path, results), nprocs=1)
+        alone, group = results["alone"], results["group"]
+    assert group == alone
+    assert alone[-1][1]["plan"] is not None

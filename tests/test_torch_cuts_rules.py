@@ -449,7 +449,7 @@ def test_double_backward_is_neutral_and_stays_so(model, pinned, monkeypatch):
 def test_a_graph_of_the_gradient_holds_no_products(model, pinned, monkeypatch):
     def names(watched):
         scaled = scale(loss_of(model), watched)
-        (grad,) = torch.autograd.grad(scaled, model.a.weight, create_graph=True)
+        (grad,) = torch.autograd.grad(scaled, model.a.weight, retain_graph=False, create_graph=True)
         return sorted(node.name() for node in graph.walk([(grad.grad_fn, 0)], lambda _: None).nodes)
 
     def test():

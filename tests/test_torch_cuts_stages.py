@@ -112,3 +112,21 @@ def test_a_scaler_arms_a_stage_by_its_outputs():
         handle.remove()
     assert torch.equal(seen[0], seen[1] * 2.0**7)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", ["_forward_metadata_inference", "_backward_metadata_inference"])
+def test_a_rehearsal_is_not_recorded(name, monkeypatch):
+    stage = pytest.importorskip("torch.distributed.pipelining.stage").PipelineStage
+    engine = Engine(part := stages()[0])
+
+    def rehearse():
+        engine.probe()
+        scaled = part(torch.full((3, 4), float("nan"))).sum() * SCALE
+        engine.arm(scaled)
+        scaled.backward()
+        return engine.take().empty
+
+    assert not rehearse()
+    monkeypatch.setattr(stage, name, rehearse, raising=False)
+    assert rehearse()
+    engine.close()

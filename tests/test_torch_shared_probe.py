@@ -10,7 +10,7 @@ from torch import nn
 
 from gradlift.plan import BINS
 from gradlift.torch.engine import Engine
-from gradlift.torch.reductions import Reduction, _bits, _divided_after
+from gradlift.torch.reductions import Reduction, _bits, _divided_after, reduction_of
 from gradlift.torch.shared_probe import Layout, Place, hold, merged, pack, part_of, unpack
 
 
@@ -200,3 +200,17 @@ def test_a_float16_reduction_bounds_the_global_exponent():
     assert high(Reduction(True, 0)) == max(alone, largest)
     assert high(Reduction(True, _bits(64))) == largest + 6
     assert high(Reduction(False, 6)) == alone
+
+
+def test_what_wrappers_do_to_gradients():
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    class Unit(FullyShardedDataParallel):
+        def __init__(self, dtype):
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = nn.Linear(2, 2)
+            self.mixed_precision = MixedPrecision(reduce_dtype=dtype)
+
+    assert reduction_of(nn.Linear(2, 2), 8) == (False, 3)
+    assert reduction_of(Unit(torch.float16), 16) == (True, 2)
+    assert reduction_of(Unit(None), 16) == (False, 2)

@@ -93,7 +93,7 @@ class AdaptiveGradScaler(AmongRanks):
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
         process_group: the ranks that must decide alike, as for ``GradScaler``. In a job of
-            several ranks a model that implies none is refused.
+            several ranks a model that implies none is refused at the first step.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class AdaptiveGradScaler(AmongRanks):
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
-        self._check_ranks()
         self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule)
         self._engine = _engine_for(model, linear, self._pilot)
         self._emulate = emulate
@@ -464,7 +463,7 @@ class AdaptiveGradScaler(AmongRanks):
         self._pilot.check(pilot)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
         self._pilot.load(pilot)
-        self._step_number, self._pending = step, pending
+        self._step_number, self._pending, self._planned_at = step, pending, -1
         self._loaded_overflowed = overflowed
         self._engine.take()
         self._engine.pin(pins)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlift.plan import BINS
-from gradlift.torch import distributed, shared_probe
+from gradlift.torch import shared_probe
 from gradlift.torch.agreement import PLAN
 from gradlift.torch.distributed import Ranks
 from gradlift.torch.probe import Probe
@@ -71,6 +71,15 @@ class Talk:
         self.layout: Layout | None = None
         """Of the probe, as it was told last."""
         self._heard: list[Tensor] = []
+        self._hashed: tuple[Any, Any, int] | None = None
+        self._forms: dict[Any, Tensor] = {}
+
+    def hash_of(self, plan: Mapping[str, int], pins: Mapping[str, int]) -> int:
+        """A hash of exponents by name; of mappings that are replaced and never changed."""
+        if self._hashed is None or self._hashed[0] is not plan or self._hashed[1] is not pins:
+            found = zlib.crc32(repr((sorted(plan.items()), sorted(pins.items()))).encode())
+            self._hashed = plan, pins, found
+        return self._hashed[2]
 
     def tell(self, largest: Tensor, probe: Probe | None, unplanned: bool, watches: bool) -> Tensor:
         """This rank's remarks: float64 [REMARKS] on the device of ``largest``.
@@ -82,13 +91,20 @@ class Talk:
             watches: whether outputs can be looked at.
         """
         self.layout = None if probe is None else Layout.of(probe)
-        told = torch.zeros(REMARKS, dtype=torch.float64, device=largest.device)
+        layout = NO_PROBE if self.layout is None else self.layout.digest()
+        told = self._form(largest.device, (0, layout, int(unplanned), int(watches))).clone()
         # A NaN has no order; what is not finite has no exponent either.
-        told[LARGEST] = largest.amax().nan_to_num(torch.inf, torch.inf)
-        told[LAYOUT].fill_(NO_PROBE if self.layout is None else self.layout.digest())
-        told[UNPLANNED].fill_(unplanned)
-        told[WATCHES].fill_(watches)
+        told[LARGEST].copy_(largest.amax().nan_to_num(torch.inf, torch.inf))
         return told
+
+    def _form(self, device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+        """The numbers that the host knows, on the device; those of an ordinary step lie ready."""
+        ready = self._forms.get((device, numbers))
+        if ready is None:
+            ready = torch.tensor(numbers, dtype=torch.float64, device=device)
+            if numbers[LAYOUT] == NO_PROBE:
+                self._forms[device, numbers] = ready
+        return ready
 
     def hear(self, remarks: Tensor, disputed: Tensor) -> None:
         """Take in the remarks of all ranks: float64 [ranks, REMARKS] on the device."""
@@ -100,10 +116,12 @@ class Talk:
         heard, self._heard = self._heard, []
         if not heard:
             return row
-        whole = torch.stack(heard).amax(0)
-        # Graphs may be armed between two optimizers' steps: only the last one saw them all.
-        for place in (LAYOUT, REMARKS):
-            whole[place] = heard[-1][place]
+        whole = heard[-1]
+        if len(heard) > 1:
+            whole = torch.stack(heard).amax(0)
+            # Graphs may be armed between two optimizers' steps: only the last one saw them all.
+            for place in (LAYOUT, REMARKS):
+                whole[place] = heard[-1][place]
         return torch.cat([row.to(whole), whole])
 
     def end(self) -> Layout | None:
@@ -193,10 +211,9 @@ def overflowed_anywhere(
     return [first[component] for component in hit.nonzero().flatten().tolist()]
 
 
-def fingerprint(exponents: Any, course: Any) -> int:
-    """A whole number below 2**52 out of two parts: what runs at which exponent, and the rest."""
-    parts = (zlib.crc32(repr(part).encode()) % 2**_PART_BITS for part in (exponents, course))
-    high, low = parts
+def fingerprint(exponents: int, course: Any) -> int:
+    """A whole number below 2**52 out of a hash of the exponents by name, and all the rest."""
+    high, low = (part % 2**_PART_BITS for part in (exponents, zlib.crc32(repr(course).encode())))
     return high << _PART_BITS | low
 
 
@@ -250,16 +267,16 @@ class AmongRanks(GradScaler):
     # The step after which the latest probe took effect.
     _planned_at = -1
 
-    def _check_ranks(self) -> None:
-        """Refuse to decide alone in a job of several ranks, in which the plans would differ."""
-        if not self._enabled or self._ranks is not None or not distributed.initialized():
-            return
-        if dist.get_world_size() > 1:
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to decide alone in a job of several ranks, whose plans would differ: at the first
+        step, since wrappers may come after the scaler."""
+        super()._look_at(optimizer)
+        if self._ranks is None and dist.get_world_size() > 1:
             raise ValueError(
-                f"AdaptiveGradScaler: the job has {dist.get_world_size()} ranks, and the model "
-                "does not say which of them train it together. Give the model as DDP or FSDP "
-                "wrapped it, or process_group=, a group or a DeviceMesh; for a rank that trains "
-                "a model of its own, a group of that rank alone"
+                f"AdaptiveGradScaler: the job has {dist.get_world_size()} ranks, and neither the "
+                "model nor the parameters say which of them train it together. Give the model as "
+                "DDP or FSDP wrapped it, or process_group=, a group or a DeviceMesh; for a rank "
+                "that trains a model of its own, a group of that rank alone"
             )
 
     # What to tell.
@@ -273,21 +290,24 @@ class AmongRanks(GradScaler):
             torch.cat(largest) if largest else self._zero,
             engine.recording,
             engine.unplanned,
-            engine.can_watch,
+            # Asked only as long as it matters: to find out takes a walk over all modules.
+            self._pilot.plan is not None or engine.can_watch,
         )
 
     def _fingerprint(self) -> int:
-        # A step's number inside a traced graph would have it traced anew at every step.
-        return 0 if torch.compiler.is_compiling() else fingerprint(*self._course())
+        if torch.compiler.is_compiling():
+            # A step's number inside a traced graph would have it traced anew at every step.
+            return 0
+        exponents = self._talk.hash_of(self._engine._plan, self._engine._pins)
+        return fingerprint(exponents, self._course())
 
-    def _course(self) -> tuple[Any, Any]:
-        """What must be equal on all ranks: exponents by name, and what moves them on."""
-        engine, pilot = self._engine, self._pilot
-        exponents = sorted(engine.offsets.items()), sorted(engine.pins.items())
+    def _course(self) -> tuple[Any, ...]:
+        """What moves the exponents on, and must be equal on all ranks as they are."""
+        pilot = self._pilot
         settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
         settings += (pilot.layerwise, name_of(pilot.rule), self._emulate)
-        course = self._step_number, pilot.next_probe, engine.probing, *settings
-        return exponents, course
+        now = self._step_number, pilot.next_probe, self._engine.probing
+        return *now, *settings
 
     # What came of it.
 
@@ -295,12 +315,12 @@ class AmongRanks(GradScaler):
         self._talk.hear(remarks, disputed)
 
     def _refuse(self, rows: list[list[float]]) -> None:
-        (offsets, pins), course = self._course()
-        moved = ", ".join(f"{key} at {offset:+d}" for key, offset in offsets if offset)
+        offsets, pins = self._engine.offsets, self._engine.pins
+        moved = ", ".join(f"{key} at {offset:+d}" for key, offset in offsets.items() if offset)
         own = (
-            f"planned {moved or 'nothing'}, pinned {dict(pins) or 'nothing'}",
+            f"planned {moved or 'nothing'}, pinned {pins or 'nothing'}",
             "step {}, next probe at {}, probing {}, format {}, tolerance {}, headroom {}, "
-            "interval {}, layerwise {}, rule {}, emulate {}".format(*course),
+            "interval {}, layerwise {}, rule {}, emulate {}".format(*self._course()),
         )
         reason = explain(rows, cast(Ranks, self._ranks), own)
         if reason is None:

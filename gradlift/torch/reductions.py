@@ -3,7 +3,7 @@
 A parameter's gradient goes to the reduction over ranks at the global scale. Where the reduction
 runs in float16 it is stored in float16 there, whatever the parameter's own dtype, and added up
 over ranks: it then bounds the global exponent, with room for the sum. DDP and its compression
-divide before they add. FSDP2 divides by about the root of the number of ranks before and by the
+divide before they add. FSDP divides by about the root of the number of ranks before and by the
 rest after. Of a DTensor's partial sums nothing is divided at all.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlift.torch.distributed import is_fsdp1
 from gradlift.torch.names import Names
 
 
@@ -40,6 +41,7 @@ def reduction_of(model: nn.Module, ranks: int) -> Reduction:
         hooks = getattr(model, "_comm_hooks", ())
         return Reduction(any("fp16" in _name(hook) for hook, *_ in hooks), 0)
     dtypes = {_reduce_dtype(param) for param in _sharded(model)}
+    dtypes |= {getattr(own, "reduce_dtype", None) for own in _policies(model)}
     if dtypes:
         return Reduction(torch.float16 in dtypes, _bits(_divided_after(ranks)))
     return Reduction(False, _bits(ranks))
@@ -68,6 +70,13 @@ def _sharded(model: nn.Module) -> Iterator[Any]:
             groups = [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             yield from getattr(group, "fsdp_params", ())
+
+
+def _policies(model: nn.Module) -> Iterator[Any]:
+    """The mixed precision of FSDP1's units."""
+    for module in model.modules():
+        if is_fsdp1(module):
+            yield getattr(module, "mixed_precision", None)
 
 
 def _reduce_dtype(param: Any) -> torch.dtype:
