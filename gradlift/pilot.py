@@ -122,6 +122,11 @@ class Pilot:
         """
         return dict(self._offsets)
 
+    @property
+    def searching(self) -> bool:
+        """Whether nothing is known yet, or the last probe had something out of sight."""
+        return not self._history or 0 < self._in_a_row < MOST_IN_A_ROW
+
     def saw(
         self,
         record: Record,
