@@ -20,7 +20,7 @@ from then on, and forgotten slowly; otherwise the next clean probe would lead st
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradlift.formats import Format
 from gradlift.histogram import Histogram
@@ -53,10 +53,18 @@ class Bounds:
     """The exponent at which the format itself would show no more than the record did."""
     dead: int = 0
     """Tensors of nothing but zeros that are let go."""
+    reserved: int = 0
+    """Bits by which the upper end is lower than what was in sight asks for."""
 
     def helps(self, exponent: int) -> bool:
         """Whether another look, at this exponent, can show what was out of sight."""
         return bool(self.unseen) and (self.unseen == NOT_FINITE or exponent > self.shown)
+
+    def raised(self, to: int) -> Bounds:
+        """With an upper end of at least this, out of what is reserved as far as that goes."""
+        high = max(self.interval.high, to)
+        reserved = max(0, self.reserved - (high - self.interval.high))
+        return replace(self, interval=Interval(self.interval.low, high), reserved=reserved)
 
 
 def judge(
@@ -82,7 +90,9 @@ def judge(
         zeros: fraction of zeros in the last plan's probe.
     """
     low, high = _in_sight(histogram, format, tolerance, headroom)
+    free = high
     high = max(high - growth, min(low, high))
+    reserved = free - high
     shown = format.min_subnormal - histogram.floor
     climb, unseen = _out_of_sight(histogram, format, tolerance, dead, zeros)
     at_the_top = shown >= high or shown + climb > MAX_EXPONENT
@@ -94,7 +104,7 @@ def judge(
     else:
         high = shown + third(format) if histogram.peak is None else high
         low = max(low, min(shown + climb, high))
-    return Bounds(_clamped(low, high), unseen, shown, let_go)
+    return Bounds(_clamped(low, high), unseen, shown, let_go, reserved)
 
 
 def _in_sight(

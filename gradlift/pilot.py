@@ -6,8 +6,9 @@ pseudo-code; ``Pilot.saw`` has the same shape::
 
     a survey:    plan anew; the global exponent is the plan's; probe again while something was
                  out of sight, otherwise at the next turn
-    an overflow: the device has halved the scale already; lower the exponent of the component
-                 nearest to the loss whose parameters show it, and probe as soon as possible
+    an overflow: the device has lowered the scale already; lower the exponent of the component
+                 nearest to the loss whose parameters show it, and probe as soon as possible; the
+                 global exponent does not rise, even if the plan without that component could
     otherwise:   move the global exponent by the trend of the parameter gradients, before
                  anything overflows
 
@@ -149,6 +150,8 @@ class Pilot:
         self._history = [*self._history, None if record.overflow else record.amax][-PATIENCE:]
         if survey is not None and not record.bad_loss:
             target = self._planned(record, now, survey)
+            if record.overflow:
+                target = min(target, expected)
         elif record.overflow:
             target = expected if record.bad_loss else self._backed_off(record, now, overflowed)
         else:
@@ -219,7 +222,8 @@ class Pilot:
                 zip(self._graph.components, self.plan.offsets, strict=True)
             )
         ]
-        return self._choose(record, self._graph, histograms).global_exponent
+        chosen = self._choose(record, self._graph, histograms).global_exponent
+        return min(chosen, record.exponent + self._shifted_since(record.step))
 
     def _wait(self, now: int) -> int:
         """Early on gradients change fast: look at twice the step, then at every interval."""

@@ -163,7 +163,9 @@ def _bounds(
 ) -> Bounds:
     """What a component allows; what was seen of one that took in an inf says nothing."""
     if histogram is None or (spread and before):
-        return Bounds(before.interval, dead=before.dead) if before else Bounds(ANY)
+        if before is None:
+            return Bounds(ANY)
+        return Bounds(before.interval, dead=before.dead, reserved=before.reserved)
     return judge(
         replace(histogram, nonfinite=0) if spread else histogram,
         format,
@@ -185,10 +187,7 @@ def _spared(graph: Graph, found: list[Bounds], bits: int) -> list[Bounds]:
     burnt = any(b.unseen == NOT_FINITE and b.interval.high < needed for b in found)
     if not movable or burnt or not 0 < needed - lowest <= bits:
         return found
-    return [
-        replace(bounds, interval=Interval(own.low, max(own.high, needed)))
-        for bounds, own in zip(found, (bounds.interval for bounds in found), strict=True)
-    ]
+    return [bounds.raised(needed) for bounds in found]
 
 
 def _settle(
@@ -277,7 +276,16 @@ def _outcome(
         flushed = histogram.below(format.min_subnormal - exponent)
         lost, zeros = flushed / max(histogram.nonzero, 1), histogram.zero_fraction
     excess = _excess(bounds, format, histogram, before)
-    return Planned(component.modules, exponent, bounds.interval, lost, zeros, bounds.dead, excess)
+    return Planned(
+        component.modules,
+        exponent,
+        bounds.interval,
+        lost,
+        zeros,
+        bounds.dead,
+        excess,
+        bounds.reserved,
+    )
 
 
 def _excess(

@@ -17,7 +17,7 @@ from gradlift.bounds import ANY
 from gradlift.formats import Format, get
 from gradlift.potential import Component, Cut, Graph, Interval
 
-VERSION = 1
+VERSION = 2
 
 # Formats whose range is float32's: whatever the exponents are, nothing is gained.
 _WIDE = ("bfloat16", "float32")
@@ -50,6 +50,8 @@ class Planned:
     """Tensors that stayed all zero at every exponent that could be tried."""
     excess: float = 0.0
     """Bits by which overflows went beyond the largest gradient in sight."""
+    reserved: int = 0
+    """Bits by which the interval ends lower than the gradients in sight ask for."""
 
     @property
     def name(self) -> str:
@@ -122,10 +124,14 @@ class Plan:
     def limit(self, amax: int) -> int:
         """The most that global exponent plus amax may come to, for ``predict``.
 
+        What is reserved for larger gradients than the probe's counts as room here: such a
+        gradient brings its own amax, and would be provided for twice.
+
         Args:
             amax: floor(log2) of the largest true parameter gradient in the probed step.
         """
-        return self.global_exponent + self.room + amax
+        room = min(c.interval.high + c.reserved - c.exponent for c in self.components)
+        return self.global_exponent + room + amax
 
     def shifted(self, by: int) -> Plan:
         """The same plan with every exponent raised by ``by``; no cut changes."""
@@ -203,7 +209,7 @@ def _strings(values: list[Any], where: str) -> tuple[str, ...]:
 def _planned(data: Any, index: int) -> Planned:
     where = f"plan: component {index}"
     c = _entries(data, where, modules=list, exponent=int, interval=list, lost=float,
-                 zeros=(float, NoneType), dead=int, excess=float)  # fmt: skip
+                 zeros=(float, NoneType), dead=int, excess=float, reserved=int)  # fmt: skip
     bounds = c["interval"]
     if len(bounds) != 2 or not all(type(b) is int for b in bounds):
         raise ValueError(f"{where}: interval must be two whole numbers, got {bounds!r}")
@@ -212,7 +218,7 @@ def _planned(data: Any, index: int) -> Planned:
     for key in ("lost", "zeros"):
         if c[key] is not None and not 0.0 <= c[key] <= 1.0:
             raise ValueError(f"{where}: {key} must lie between 0 and 1, got {c[key]!r}")
-    for key in ("dead", "excess"):
+    for key in ("dead", "excess", "reserved"):
         if not 0 <= c[key] < math.inf:
             raise ValueError(f"{where}: {key} must not be negative, got {c[key]!r}")
     modules = _strings(c["modules"], f"{where}: modules")

@@ -200,3 +200,41 @@ def test_an_overflow_is_met_where_the_parameters_show_it_first():
     it.saw(record(0, 8), 2, looked)
     assert it.saw(overflow, 5, overflowed=["b.weight", "a.weight"]) < 0
     assert it.plan.exponents[2] == far, "what lies beyond took the inf in, and is left alone"
+
+
+def test_after_an_overflow_the_global_exponent_does_not_rise():
+    """The component that overflowed held the others down; that is no reason to go up now."""
+    it = pilot()
+    low = histogram(-3, -1)
+    exponent = 8 + it.saw(record(0, 8), 2, survey(NEAR, low))
+    shift = it.saw(record(3, exponent, None, True), 5, overflowed=["a.weight"])
+    assert shift <= 0
+    beyond = Histogram.overflowed(exponent, "float16")
+    it = pilot()
+    it.saw(record(0, 8), 2, survey(NEAR, low))
+    assert it.saw(record(3, exponent, None, True), 5, survey(NEAR, beyond)) <= 0
+
+
+def test_what_is_reserved_for_a_jump_is_not_taken_off_twice():
+    """A jump by 2^8 that overflowed: history and excess both remember it, one of them acts."""
+    it, exponent, jump = pilot(), 8, range(12, 15)
+    records, settled = [], None
+    for step in range(50):
+        if step == jump.start:
+            settled = exponent
+        peak = -10 + 8 * (step in jump)
+        overflow = exponent + peak > 15
+        records.append(record(step, exponent, None if overflow else peak, overflow))
+        exponent -= 4 * overflow
+        if step >= 2:
+            past = records[step - 2]
+            looked = None
+            if past.step % 3 == 0 and not past.overflow:
+                here = histogram(-12 + 8 * (past.step in jump), -10 + 8 * (past.step in jump))
+                looked = survey(here, here)
+            exponent += it.saw(past, step, looked, overflowed=["a.weight"])
+    assert settled is not None
+    assert sum(r.overflow for r in records) >= 1
+    # The jump fits, with its headroom, and no more room than that is kept.
+    assert 15 - 3 - 3 <= exponent - 2 <= 15
+    assert settled - 8 - 3 <= exponent <= settled

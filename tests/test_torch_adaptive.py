@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
-from gradlift.torch.adaptive import DELAY, STATE_KEY
+from gradlift.torch.adaptive import BACKOFF, DELAY, STATE_KEY
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +217,7 @@ def test_after_an_overflow_it_skips_backs_off_and_probes_again():
     before = run.scales[-1]
     run.steps(1)
     assert run.skipped == 1
-    assert run.scales[-1] == before / 2
+    assert run.scales[-1] == before * BACKOFF
     probes = []
     for _ in range(6):
         run.steps(1)

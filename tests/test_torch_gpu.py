@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import math
 import warnings
 
@@ -120,6 +121,7 @@ def test_a_whole_step_replays_as_a_cuda_graph(name):
         for step in range(3):
             train_step(scaler, model, optimizer, x, blow_up[step])
     torch.cuda.current_stream().wait_stream(stream)
+    gc.collect()  # or a dead graph of another test is freed during the capture, and ends it
     graph = torch.cuda.CUDAGraph()
     optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):

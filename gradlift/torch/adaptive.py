@@ -11,7 +11,7 @@ passes at given exponents and records probes, the pilot (``gradlift.pilot``) dec
 
 The delay is fixed, so that a run takes the same steps on a fast machine and on a slow one. While
 the first exponent is being looked for there is none: a wait costs less than a step at a scale that
-flushes or overflows. On an overflow the device halves the scale at once, without asking the pilot.
+flushes or overflows. On an overflow the device lowers the scale at once, without asking the pilot.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +31,24 @@ from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import Plan
 from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
-from gradlift.torch import grads
+from gradlift.torch import fused, grads
 from gradlift.torch.engine import Engine
 from gradlift.torch.narrow import Narrow
 from gradlift.torch.probe import Probe
-from gradlift.torch.readback import InFlight, capturing
+from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
 from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.scaler import GradScaler
+from gradlift.torch.update import has_triton
 
 # Steps between a step and what is made of it.
 DELAY = 2
+
+# On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
+# overflows again is lost, and a probe brings the scale back a few steps later.
+BACKOFF = 2.0**-4
+
+# Elements below which a pass over the gradients takes less than a launch.
+SMALL = 2**24
 
 STATE_KEY = "gradlift_adaptive"
 VERSION = 1
@@ -98,7 +107,12 @@ class AdaptiveGradScaler(GradScaler):
         process_group: Any = None,
     ) -> None:
         _check_arguments(model, interval, init_scale, rule, emulate)
-        policy = Dynamic(init_scale=init_scale, growth_interval=2**31 - 1, max_scale=2.0**96)
+        policy = Dynamic(
+            init_scale=init_scale,
+            growth_interval=2**31 - 1,
+            backoff_factor=BACKOFF,
+            max_scale=2.0**96,
+        )
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
@@ -107,6 +121,8 @@ class AdaptiveGradScaler(GradScaler):
         self._step_number = 0
         self._amaxes: list[Tensor] = []
         self._narrow = Narrow()
+        self._remarks: Remarks | None = None
+        self._sizes: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._loaded_overflowed: list[str] = []
         self._pending: deque[_Pending] = deque()
         if self._enabled:
@@ -172,23 +188,52 @@ class AdaptiveGradScaler(GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         with torch.no_grad():
             self._checked = grads.collect_rows(optimizer, allow_fp16)
-            self._note_largest(optimizer, self._checked)
             unscales = inv_scale is not self._one
+            on_gpu = cast(Tensor, self._scale).is_cuda and has_triton()
+            if on_gpu and not unscales:
+                # What counts overflows there can look for the largest in the same launch.
+                self._per_optimizer_states[id(optimizer)]["wants_amax"] = True
+            else:
+                self._note_largest(optimizer, self._checked)
             return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
+
+    def _attribute(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        flags: dict[torch.device, Tensor],
+        unseen: Tensor | None,
+    ) -> Tensor | None:
+        bad_loss = super()._attribute(optimizer, state, flags, unseen)
+        if state.pop("wants_amax", False) and self._checked is not None:
+            self._note_largest(optimizer, self._checked)
+        return bad_loss
 
     _wants_amax = True
 
-    def _fast_norm(self, max_norm: float | None, state: dict[str, Any]) -> float | None:
-        # Its first pass gives the largest gradients, which would cost a pass of their own.
+    def _fast_norm(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, state: dict[str, Any]
+    ) -> float | None:
+        # Its first pass gives the largest gradients, which would cost a pass of their own. Where
+        # the model is small a pass is nothing, and launches are all that counts.
         on_gpu = cast(Tensor, self._scale).is_cuda
-        if max_norm is None and on_gpu and state["stage"] is OptState.READY:
-            return math.inf
-        return max_norm
+        if max_norm is not None or not on_gpu or state["stage"] is not OptState.READY:
+            return max_norm
+        return None if fused.supports(optimizer) and self._is_small(optimizer) else math.inf
 
-    def _note_amax(self, optimizer: torch.optim.Optimizer, amax: Tensor) -> None:
-        engine = self._engine
-        largest = self._narrow.amax(optimizer, amax, engine.wide, engine.parameter_names)
-        self._amaxes.append(largest)
+    def _is_small(self, optimizer: torch.optim.Optimizer) -> bool:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._sizes.get(optimizer)
+        if known is None or known[0] != count:
+            known = count, sum(param.numel() for param in grads.parameters(optimizer))
+            self._sizes[optimizer] = known
+        return known[1] < SMALL
+
+    def _note_amax(self, amax: Tensor, rows_of: torch.optim.Optimizer | None = None) -> None:
+        if rows_of is not None:
+            engine = self._engine
+            amax = self._narrow.amax(rows_of, amax, engine.wide, engine.parameter_names)
+        self._amaxes.append(amax)
 
     def _note_largest(
         self, optimizer: torch.optim.Optimizer, found: tuple[grads.Buckets, grads.Rows]
@@ -206,27 +251,47 @@ class AdaptiveGradScaler(GradScaler):
         if not self._enabled or torch.compiler.is_compiling():
             super().update(new_scale)
             return
-        row = self._row()
-        super().update(new_scale)
-        if capturing(row.device):
+        device = self._device_state("update")[0].scale.device
+        if capturing(device):
             # A replayed step takes the plan and the exponents that it was captured with.
+            self._amaxes = []
+            super().update(new_scale)
             return
+        sent = self._send()
+        super().update(new_scale)
         probe = self._engine.take()
         if probe is not None and self._process_group is not None:
             _sum_over_ranks(probe, self._process_group)
-        self._pending.append(_Pending(self._step_number, InFlight(row), probe))
+        self._pending.append(_Pending(self._step_number, sent, probe))
         while len(self._pending) > (0 if self._pilot.searching else DELAY):
             self._heed(self._pending.popleft())
         self._step_number += 1
         self._probe_if_due(self._step_number)
 
+    def _send(self) -> InFlight | Remark:
+        """What is told of a step, on its way: scale, largest gradient, overflow, bad loss."""
+        scale = cast(Tensor, self._scale)
+        if self._process_group is not None or not scale.is_cuda or not has_triton():
+            return InFlight(self._row())
+        if self._remarks is None:
+            self._remarks = Remarks(scale.device)
+        return self._remarks.send(scale, self._largest(), *self._overflow_counts(required=False))
+
+    def _largest(self) -> Tensor:
+        """The largest magnitudes noted since the last update: float32, of any size."""
+        amaxes, self._amaxes = self._amaxes, []
+        if len(amaxes) == 1 and amaxes[0].device == self._zero.device:
+            return amaxes[0]
+        if not amaxes:
+            return self._zero
+        home = self._zero.device
+        return torch.cat([amax.reshape(-1).to(home, non_blocking=True) for amax in amaxes])
+
     def _row(self) -> Tensor:
         """float32 [4] on the device: scale, largest gradient, overflow, bad loss."""
         scale = self._device_state("update")[0].scale
         found, bad_loss = self._overflow_counts(required=False)
-        amaxes, self._amaxes = self._amaxes, []
-        largest = torch.stack(amaxes).amax() if amaxes else self._zero
-        row = torch.stack([scale, largest, found.float(), bad_loss.float()])
+        row = torch.stack([scale, self._largest().amax(), found.float(), bad_loss.float()])
         if self._process_group is not None:
             torch.distributed.all_reduce(
                 row, op=torch.distributed.ReduceOp.MAX, group=self._process_group
@@ -326,8 +391,8 @@ class AdaptiveGradScaler(GradScaler):
         state = super().__getstate__()
         state["_engine"] = (self._engine.model, self._engine.linear)
         state["_pending"] = None
-        state["_amaxes"] = []
-        state["_narrow"] = None
+        state["_amaxes"], state["_remarks"] = [], None
+        del state["_sizes"], state["_narrow"]
         state["_adaptive_state"] = self.state_dict() if self._enabled else None
         return state
 
@@ -337,6 +402,7 @@ class AdaptiveGradScaler(GradScaler):
         model, linear = cast(Any, self._engine)
         self._engine = Engine(model, linear=linear)
         self._pending, self._narrow = deque(), Narrow()
+        self._sizes = WeakKeyDictionary()
         if saved is not None:
             self.load_state_dict(saved)
 
@@ -345,7 +411,7 @@ class _Pending:
     """A step whose record is on its way."""
 
     def __init__(
-        self, step: int, row: InFlight | None, probe: Probe | None, saved: Any = None
+        self, step: int, row: InFlight | Remark | None, probe: Probe | None, saved: Any = None
     ) -> None:
         self._step, self._row, self._probe, self._saved = step, row, probe, saved
 

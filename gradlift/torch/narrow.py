@@ -54,11 +54,11 @@ class Narrow:
     def amax(
         self, optimizer: Optimizer, amax: Tensor, wide: frozenset[str], names: Mapping[int, str]
     ) -> Tensor:
-        """The largest entry that counts: 0-d, on the device of ``amax``, float32 [n]."""
+        """``amax``, float32 [n] for the optimizer's rows, with zeros where a row does not count."""
         out = self._of(optimizer, wide, names)
         if not out.rows:
-            return amax.amax()
-        return amax.masked_fill(out.mask(len(amax), amax.device), 0.0).amax()
+            return amax
+        return amax.masked_fill(out.mask(len(amax), amax.device), 0.0)
 
     def _of(self, optimizer: Optimizer, wide: frozenset[str], names: Mapping[int, str]) -> _LeftOut:
         known = self._left_out.get(optimizer)

@@ -52,24 +52,27 @@ class _Watched:
         # Pinned memory cannot be had during a capture, so some is kept ready.
         self._spares = [torch.empty(len(grads), dtype=torch.int64).pin_memory() for _ in range(4)]
         self._dtype = dtype
-        self._launches: dict[torch.dtype | None, Any] = {}
+        self._launches: dict[tuple[torch.dtype | None, bool], Any] = {}
+        self.programs = max(1, min(self.chunks, _PROGRAMS))
 
     @property
     def captured(self) -> bool:
         """Whether a CUDA graph reads and writes what is held here."""
         return bool(self._captured)
 
-    def launch(self, loss: Tensor | None) -> Any:
+    def launch(self, loss: Tensor | None, largest: bool) -> Any:
         """The judge for a loss of this dtype, or for none."""
-        dtype = None if loss is None else loss.dtype
-        found = self._launches.get(dtype)
+        key = None if loss is None else loss.dtype, largest
+        found = self._launches.get(key)
         if found is None:
             from gradlift.torch import step_kernels
 
-            constants = loss is not None, step_kernels.DTYPES[self._dtype], step_kernels.CHUNK
-            grid = max(1, min(self.chunks, _PROGRAMS))
-            found = step_kernels.Launch(step_kernels.judge, self.device, grid, 4, constants)
-            self._launches[dtype] = found
+            dtype = step_kernels.DTYPES[self._dtype]
+            constants = loss is not None, largest, dtype, step_kernels.CHUNK
+            found = step_kernels.Launch(
+                step_kernels.judge, self.device, self.programs, 4, constants
+            )
+            self._launches[key] = found
         return found
 
     def _send(self, host: Tensor) -> Tensor:
@@ -135,6 +138,7 @@ class OverflowLog:
         found_inf: dict[torch.device, Tensor],
         updates: Tensor,
         loss: Tensor | None,
+        largest: list[Tensor] | None = None,
     ) -> tuple[bool, Tensor | None]:
         """Let the device look at the loss, and count if there was an overflow; nothing is read.
 
@@ -145,6 +149,8 @@ class OverflowLog:
             found_inf: each device's 0-d float32 flag; set to 1.0 where the loss is not finite.
             updates: 0-d int32 on the loss's device, growing: tells the overflows' order.
             loss: one element, floating, on one of the devices; or None.
+            largest: gets a float32 vector from each bucket that is looked at, the greatest of
+                which is the largest magnitude in it; None to leave that out.
 
         Returns:
             Whether all gradients are being counted, and the loss's own flag: 0-d float32, or None
@@ -162,7 +168,11 @@ class OverflowLog:
             flag = found_inf[device]
             looks = loss is not None and bad_loss is None and loss.device == device
             bad = torch.empty_like(flag) if looks else flag
-            bucket.launch(loss if looks else None)(
+            most = flag
+            if largest is not None:
+                most = torch.empty(bucket.programs, dtype=torch.float32, device=device)
+                largest.append(most)
+            bucket.launch(loss if looks else None, largest is not None)(
                 bucket.entries,
                 addresses,
                 bucket.numels,
@@ -171,6 +181,7 @@ class OverflowLog:
                 bad,
                 updates if updates.device == device else updates.to(device, non_blocking=True),
                 bucket.cells,
+                most,
                 bucket.chunks,
             )
             if looks:

@@ -38,6 +38,55 @@ class InFlight:
         return self._host
 
 
+class Remarks:
+    """What the device says of each step, written by it into memory that the host reads.
+
+    One launch and one event per step, and nothing is allocated: for a model that waits for the
+    host, stacking four numbers and copying them takes longer than all the rest of ``update``.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    SLOTS = 8
+    """More than can be under way at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        from gradlift.torch import step_kernels
+
+        self._rows = torch.empty(self.SLOTS, 4, dtype=torch.float32, pin_memory=True).unbind()
+        self._events = [torch.cuda.Event() for _ in self._rows]
+        self._device = device
+        self._launch = step_kernels.Launch(step_kernels.remark, device, 1, 4, (1024,))
+        self._next = 0
+
+    def send(self, scale: Tensor, largest: Tensor, found: Tensor, bad_loss: Tensor) -> Remark:
+        """Queue a row: the scale, the greatest of ``largest``, and the two flags as they are.
+
+        Args:
+            scale: 0-d float32 on the device.
+            largest: float32 [n] or 0-d there; a NaN counts as inf.
+            found: 0-d float32 there.
+            bad_loss: 0-d float32 there.
+        """
+        slot, self._next = self._next, (self._next + 1) % self.SLOTS
+        self._launch(scale, largest, found, bad_loss, self._rows[slot], largest.numel())
+        self._events[slot].record(torch.cuda.current_stream(self._device))
+        return Remark(self._rows[slot], self._events[slot])
+
+
+class Remark:
+    """One row of ``Remarks``; valid until ``SLOTS`` more have been sent."""
+
+    def __init__(self, row: Tensor, event: torch.cuda.Event) -> None:
+        self._row, self._event = row, event
+
+    def wait(self) -> Tensor:
+        """The row, float32 [4] on the CPU."""
+        self._event.synchronize()
+        return self._row
+
+
 def capturing(device: torch.device) -> bool:
     """Whether the current stream records a CUDA graph, in which nothing may be read back."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -171,7 +171,7 @@ class GradScaler(Stepping):
         elif torch.compiler.is_compiling():
             result = self._step_traced(optimizer, max_norm)
         elif (
-            (norm := self._fast_norm(max_norm, state)) is not None
+            (norm := self._fast_norm(optimizer, max_norm, state)) is not None
             and not (args or kwargs)
             and self._can_step_fast(optimizer)
         ):

@@ -1,10 +1,12 @@
 # Annotations in Triton are no types: every constexpr is called with plain values.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-"""The two small Triton programs of a step, each in place of a dozen tiny kernels.
+"""The small Triton programs of a step, each in place of a dozen tiny kernels.
 
 ``judge`` follows the check of the gradients: it tells whether the loss was finite and, only if
-something overflowed, counts what each gradient holds; ``overflow.py`` drives it. ``rule`` is the
-policy's rule; ``update.py`` says when it runs and what it equals. For a model that waits for the
+something overflowed, counts what each gradient holds; on request it looks for their largest
+magnitude as well. ``overflow.py`` drives it. ``remark`` writes what the adaptive scaler wants to
+know of a step where the host can read it; ``readback.py`` drives that. ``rule`` is the policy's
+rule; ``update.py`` says when it runs and what it equals. For a model that waits for the
 host every microsecond of a launch counts, so ``Launch`` keeps the compiled program and its
 constants and goes past Triton's look-up.
 """
@@ -76,8 +78,10 @@ def judge(
     bad_p,
     updates_p,
     cells,
+    largest_p,
     chunks,
     LOSS: tl.constexpr,
+    LARGEST: tl.constexpr,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -90,6 +94,18 @@ def judge(
             tl.store(bad_p, bad)
             tl.store(found_p, tl.maximum(found, bad))
         found = tl.maximum(found, bad)
+    if LARGEST:
+        # One number for each program: nothing to clear beforehand.
+        places = tl.arange(0, CHUNK)
+        most = tl.zeros([CHUNK], tl.float32)
+        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+            row = tl.load(entries + 2 * chunk)
+            place = tl.load(entries + 2 * chunk + 1).to(tl.int64) * CHUNK
+            base = tl.load(addresses + row).to(tl.pointer_type(DTYPE)) + place
+            inside = places < tl.load(numels + row) - place
+            value = tl.load(base + places, mask=inside, other=0.0).to(tl.float32)
+            most = tl.maximum(most, tl.where(value != value, float("inf"), tl.abs(value)))
+        tl.store(largest_p + tl.program_id(0), tl.max(most))
     if found > 0:
         # A cell starts anew at each overflow without being cleared: whoever comes first
         # raises it to this step, and all then add to it.
@@ -108,6 +124,19 @@ def judge(
                 tl.atomic_add(cells + 2 * row, infs)
                 tl.atomic_max(cells + 2 * row + 1, step)
                 tl.atomic_add(cells + 2 * row + 1, nans)
+
+
+@triton.jit(do_not_specialize=["count"])
+def remark(scale_p, largest_p, found_p, bad_p, row_p, count, BLOCK: tl.constexpr):
+    most = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        value = tl.load(largest_p + places, mask=places < count, other=0.0)
+        most = tl.maximum(most, tl.where(value != value, float("inf"), value))
+    tl.store(row_p, tl.load(scale_p))
+    tl.store(row_p + 1, tl.max(most))
+    tl.store(row_p + 2, tl.load(found_p))
+    tl.store(row_p + 3, tl.load(bad_p))
 
 
 @triton.jit

@@ -189,7 +189,7 @@ class Stepping(Remembering):
         agreed = unscaled and self._process_group is not None
         measured = phase.measure(scale, found.clone() if agreed else found, amax=self._wants_amax)
         if measured.amax is not None and state["stage"] is OptState.READY:
-            self._note_amax(optimizer, measured.amax)
+            self._note_amax(measured.amax, optimizer)
         norm = measured.norm
         if self._process_group is not None and not agreed:
             found, state["bad_loss"] = distributed.agree(
@@ -202,7 +202,9 @@ class Stepping(Remembering):
         if self._clear_grads_on_skip:
             grads.zero_where_(grads.collect(optimizer, True), found)
 
-    def _fast_norm(self, max_norm: float | None, state: dict[str, Any]) -> float | None:
+    def _fast_norm(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, state: dict[str, Any]
+    ) -> float | None:
         """What the two-pass way should clip to; None to leave it: it is asked for by max_norm,
         since torch's numbers come out bit for bit only in torch's own way."""
         return max_norm
@@ -210,8 +212,9 @@ class Stepping(Remembering):
     # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
     _wants_amax = False
 
-    def _note_amax(self, optimizer: torch.optim.Optimizer, amax: Tensor) -> None:
-        """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
+    def _note_amax(self, amax: Tensor, rows_of: torch.optim.Optimizer | None = None) -> None:
+        """The largest magnitudes of groups of gradients, or of each gradient of an optimizer,
+        still scaled: float32 [n] on their device."""
 
     def _step_traced(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
         # Imported here: it needs torch's compiler, which takes seconds to import.
@@ -270,9 +273,14 @@ class Stepping(Remembering):
             return None
         if self._checked is None or device.type != "cuda" or not has_triton():
             return None
+        amaxes: list[Tensor] | None = [] if state.get("wants_amax") else None
         state["attributed"], bad_loss = self._overflow.judge(
-            optimizer, *self._checked, flags, self._updates, unseen
+            optimizer, *self._checked, flags, self._updates, unseen, amaxes
         )
+        if amaxes is not None and state["attributed"]:
+            state["wants_amax"] = False
+            for amax in amaxes:
+                self._note_amax(amax)
         return bad_loss
 
     def _found(self, state: dict[str, Any]) -> Tensor:

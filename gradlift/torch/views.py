@@ -50,9 +50,7 @@ def put_back(bases: Iterable[Base], nodes: Iterable[Node], present: set[Cut], ma
     lost = [base for base in bases if base.cut not in present]
     if not lost:
         return False
-    rewritten = {
-        node.next_functions[0] for node in nodes if type(node).__name__ == "CopySlices"
-    }
+    rewritten = {node.next_functions[0] for node in nodes if type(node).__name__ == "CopySlices"}
     lost = [base for base in lost if (base.node, base.slot) in rewritten]
     for base in lost:
         _put_on_node(base, marks)
