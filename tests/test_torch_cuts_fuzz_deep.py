@@ -195,6 +195,11 @@ def backward_of(seed):
     return backward
 
 
+def is_empty(grads):
+    """A ReLU may have let nothing through."""
+    return not any(grad is not None and bool(grad.any()) for grad in grads)
+
+
 def check(seed, tally):
     model, x = Program(seed), torch.randn(2, 3, WIDTH)
     x.requires_grad_(seed % 4 == 0)
@@ -209,6 +214,9 @@ def check(seed, tally):
         expected, before = go(None)
     except RuntimeError:
         tally["invalid"] += 1
+        return
+    if is_empty(expected):
+        tally["empty"] += 1
         return
     engine = Engine(model, linear=[Doubled])
     engine.probe()
@@ -236,6 +244,8 @@ def check_dropped(model, engine, go, seed, tally):
         expected, _ = go(None)
     except RuntimeError:
         return
+    if is_empty(expected):
+        return
     same(go(engine)[0], expected)
     tally["dropped"] += 1
     tally["neutral"] += engine.neutral is not None
@@ -255,6 +265,6 @@ def test_random_graphs_of_views(block):
 @pytest.mark.filterwarnings("ignore:gradlift", "ignore:None of the inputs")
 def test_many_more_random_graphs_of_views():
     tally = Counter()
-    for seed in range(10_000, 14_000):
+    for seed in range(10_000, 12_000):
         check(seed, tally)
-    assert tally["valid"] > 1500, tally
+    assert tally["valid"] > 1000, tally
