@@ -32,9 +32,13 @@ ANY = Interval(MIN_EXPONENT, MAX_EXPONENT)
 # the sparsity of a ReLU changes by a few percent from batch to batch.
 ZEROS_GREW = 0.125
 
+# Zeros to an element in the lowest two octaves in sight that still look flushed.
+FEW_ZEROS = 8
+
 ONLY_ZEROS = "shows only zeros"
 LOWEST_OCTAVE = "has much of its gradient in the lowest octave in sight"
 MORE_ZEROS = "shows many more zeros than before"
+FLUSHED_ZEROS = "shows zeros that may have been flushed"
 NOT_FINITE = "was not finite"
 
 
@@ -125,6 +129,10 @@ def _out_of_sight(
     if tail > allowed:
         # Below its bulk a gradient's density halves with each octave, as a Gaussian's does.
         return min(math.ceil(math.log2(tail / allowed)), third(format)), LOWEST_OCTAVE
+    near = histogram.below(histogram.floor + 2) if histogram.zeros else 0
+    if near and allowed < histogram.zeros <= FEW_ZEROS * near:
+        # As many zeros as chance may make of such a tail; those of a ReLU are far more.
+        return math.ceil(math.log2(histogram.zeros / allowed)), FLUSHED_ZEROS
     if zeros is not None and histogram.zero_fraction > zeros + ZEROS_GREW:
         return step, MORE_ZEROS
     return 0, ""

@@ -136,6 +136,11 @@ class Pilot:
         """The component that computes each parameter's gradient, in the last survey."""
         return self._owners
 
+    @property
+    def searching(self) -> bool:
+        """Whether nothing is known yet, or the last probe had something out of sight."""
+        return not self._history or 0 < self._in_a_row < MOST_IN_A_ROW
+
     def saw(
         self,
         record: Record,

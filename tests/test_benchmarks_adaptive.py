@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import adaptive_overhead, flushed, runs, wasted_steps
+from benchmarks import adaptive_overhead, deep_tanh, flushed, runs, wasted_steps
 from benchmarks.flushed import Flushed
 from benchmarks.models import GPT_TINY, build_gpt, random_batches
 from benchmarks.turns import Ratio
@@ -220,3 +220,27 @@ def test_mistakes_end_before_anything_is_built(script, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         script.main(["--device", "cpu", "--json", "/no/such/folder/out.json"])
     assert "there is no folder /no/such/folder" in capsys.readouterr().err
+
+
+# The deep tanh network.
+
+
+def test_the_deep_tanh_runs_are_the_same_net_and_tell_layers_without_a_gradient():
+    setting = deep_tanh.SETTINGS[3]
+    nets = [deep_tanh.build(setting, way, 1) for way in deep_tanh.WAYS]
+    for parameters in zip(*(net.parameters() for net in nets), strict=True):
+        assert all(torch.equal(parameters[0], other) for other in parameters)
+    found = {way: deep_tanh.train(setting, way, 0, 8) for way in deep_tanh.WAYS}
+    assert all(abs(loss - 1.386) < 0.01 for loss, _ in found.values())
+    assert found["float32"][1] == found["adaptive"][1] == 0.0
+    assert found["torch"][1] > 0.1
+
+
+@pytest.mark.slow
+def test_a_deep_net_whose_layers_all_train_gets_to_float32s_loss_where_dynamic_does_not():
+    """As in docs/adaptive.md, one seed of three."""
+    setting = deep_tanh.SETTINGS[3]
+    found = {way: deep_tanh.train(setting, way, 0, 400)[0] for way in deep_tanh.WAYS}
+    assert found["float32"] < 0.75
+    assert found["adaptive"] < 0.75
+    assert found["torch"] > 1.3

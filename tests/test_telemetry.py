@@ -361,7 +361,7 @@ def test_tensorboard_and_wandb_get_the_same_numbers():
 def test_probes_and_plans_are_in_the_record_of_their_step(tmp_path: Path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-    scaler = AdaptiveGradScaler(model, "cpu", interval=8)
+    scaler = AdaptiveGradScaler(model, "cpu", interval=8, init_scale=2.0**8)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with scaler.record_to(tmp_path / "run.jsonl"):
         for _ in range(20):

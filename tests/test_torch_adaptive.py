@@ -104,14 +104,34 @@ def test_a_deep_net_keeps_its_gradient_where_one_scale_loses_it():
 
 
 def test_it_climbs_from_a_low_start_without_an_overflow_and_stays():
-    run = Run(tanh_net(8), init_scale=1.0).steps(60)
+    run = Run(tanh_net(8), init_scale=2.0**-20)
+    assert run.scaler.get_scale() == 2.0**-20
+    run.steps(60)
     assert run.skipped == 0
-    assert run.scales[0] == 1.0
-    assert run.scales[12] >= 2.0**8
+    assert run.scales[0] <= 2.0**-6, "nothing was in sight but zeros: a third of fp16's width"
+    assert run.scales[4] >= 2.0**8
     assert len(set(run.scales[20:])) <= 3
     assert run.scaler.plan.one_exponent_serves
     assert "one exponent serves" in str(run.scaler.plan)
     assert not run.scaler._engine.watching, "nothing to do between probes"
+    run.scaler.close()
+
+
+@pytest.mark.parametrize("power", range(-16, 20, 4))
+def test_from_its_defaults_no_first_step_is_lost_to_gradients_of_any_usual_size(power):
+    """True gradients from 2**-21 to 2**14, and up to 2**15.9: what fp16 holds at a scale of 1."""
+    run = Run(tanh_net(4), loss=lambda m: loss_of(m) * 2.0**power, lr=0.0).steps(12)
+    assert run.skipped == 0
+    assert run.scales[0] == run.scales[-1], "found in the first step"
+    largest = max(p.grad.abs().max().item() for p in run.model.parameters())
+    assert 2.0**6 < largest * run.scales[-1] < 2.0**13
+    run.scaler.close()
+
+
+@pytest.mark.parametrize(("power", "most"), [(24, 1), (28, 1), (34, 2)])
+def test_larger_ones_cost_a_step_or_two(power, most):
+    run = Run(tanh_net(4), loss=lambda m: loss_of(m) * 2.0**power, lr=0.0).steps(12)
+    assert 1 <= run.skipped <= most
     run.scaler.close()
 
 
@@ -191,9 +211,9 @@ def test_after_an_overflow_it_skips_backs_off_and_probes_again():
 
     def loss(model):
         step[0] += 1
-        return loss_of(model) * (2.0**14 if step[0] == 20 else 1.0)
+        return loss_of(model) * (2.0**14 if step[0] == 24 else 1.0)
 
-    run = Run(model, loss=loss, lr=0.0).steps(19)
+    run = Run(model, loss=loss, lr=0.0).steps(23)
     before = run.scales[-1]
     run.steps(1)
     assert run.skipped == 1
@@ -402,12 +422,23 @@ def test_disabled_it_passes_everything_through():
     assert not scaler._engine.watching
 
 
-def test_what_is_learnt_takes_effect_after_a_fixed_delay():
+def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay():
     run = Run(tanh_net(4), lr=0.0)
-    run.steps(DELAY)
     assert run.scaler.plan is None
     run.steps(1)
-    assert run.scaler.plan is not None
+    first = run.scaler.plan
+    assert first is not None
+    run.steps(11)
+    assert not run.scaler._pilot.searching
+    assert len(run.scaler._pending) == DELAY
+    louder = run.loss
+    run.loss = lambda model: louder(model) * 2.0**-4
+    run.scaler._engine.probe()
+    known = run.scaler._pilot._history.copy()
+    run.steps(DELAY)
+    assert run.scaler._pilot._history[-1] == known[-1]
+    run.steps(1)
+    assert run.scaler._pilot._history[-1] == known[-1] - 4
     run.scaler.close()
 
 

@@ -170,14 +170,14 @@ def test_a_plan_keeps_fp16_layers_that_no_single_scale_can():
 
 def test_the_plan_serves_fp16_gradients_at_the_global_scale(monkeypatch):
     """Rule 8 switched off: the layers keep their gradients, the parameters lose them."""
-    scaler, grads = train(Loud().half(), 16)
+    scaler, grads = train(Loud().half(), 16, init_scale=2.0**8)
     assert bool(grads[1].all())
     planned = scaler.plan.components[-1]
     assert planned.modules == (HALF_LEAVES,)
     assert planned.exponent == scaler.plan.global_exponent
     assert planned.exponent in planned.interval
     monkeypatch.setattr(probe, "_with_half_leaves", lambda survey, found: survey)
-    scaler, grads = train(Loud().half(), 16)
+    scaler, grads = train(Loud().half(), 16, init_scale=2.0**8)
     assert scaler.plan.active
     assert not grads[1].all()
 

@@ -27,10 +27,10 @@ class WithNorm(nn.Module):
         self.head = nn.Linear(64, 64)
 
     def forward(self, x):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(x.device.type, torch.float16):
             y = self.linear(x)
         y = self.norm(y.float())
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(x.device.type, torch.float16):
             return self.head(y).float()
 
 
@@ -38,16 +38,21 @@ X = torch.randn(32, 64, generator=torch.Generator().manual_seed(5))
 
 
 class Training:
-    def __init__(self, fused=False, max_norm=None, unscale=False, interval=10**6):
-        self.model = WithNorm()
+    def __init__(self, fused=False, max_norm=None, unscale=False, device="cpu"):
+        self.model, self.x = WithNorm().to(device), X.to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=fused)
-        self.scaler = AdaptiveGradScaler(self.model, "cpu", interval=interval)
+        self.scaler = AdaptiveGradScaler(self.model, device, interval=10**6)
         self.max_norm, self.unscale = max_norm, unscale
+
+    def settled(self):
+        """The scale after some steps; the next one is no probe."""
+        scale = [self.step() for _ in range(20)][-1]
+        return self.step() if self.scaler._engine.probing else scale
 
     def step(self, spike=None):
         """A step; a spike is a parameter whose gradient is 2**20 larger than ever."""
         self.optimizer.zero_grad()
-        loss = self.model(X).pow(2).mean()
+        loss = self.model(self.x).pow(2).mean()
         self.scaler.scale(loss).backward()
         if spike is not None:
             spike.grad.mul_(2.0**20)
@@ -69,8 +74,18 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_spike_in_a_float32_gradient_leaves_the_scale(way):
-    run = Training(**way)
-    before = [run.step() for _ in range(24)][-1]
+    check_spikes(Training(**way))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [w for w in WAYS if "fused" not in w or "max_norm" in w], ids=str)
+def test_on_a_gpu_too(way):
+    """Where a small model's fused optimizer is stepped without max_norm, all gradients count."""
+    check_spikes(Training(**way, device="cuda"))
+
+
+def check_spikes(run):
+    before = run.settled()
     run.step(spike=run.model.norm.weight)
     assert [run.step() for _ in range(8)] == [before] * 8
     run.step(spike=run.model.head.weight)
@@ -113,10 +128,10 @@ def test_where_all_are_float32_all_count():
             return self.b(self.a(x).half().float())
 
     run = Training.__new__(Training)
-    run.model, run.max_norm, run.unscale = Casts(), None, False
+    run.model, run.x, run.max_norm, run.unscale = Casts(), X, None, False
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
     run.scaler = AdaptiveGradScaler(run.model, "cpu", interval=10**6)
-    before = [run.step() for _ in range(20)][-1]
+    before = run.settled()
     run.step(spike=run.model.b.weight)
     assert [run.step() for _ in range(8)][-1] < before
     run.scaler.close()

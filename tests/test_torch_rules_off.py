@@ -28,7 +28,7 @@ rule  what it says                               switched off in           witho
 10    a watched model is pickled and scripted    here                      an exception
 10    modules added later are seen               here                      they have no cut
 10    names without wrappers' prefixes           here                      a pin is refused
-11    compiled models are neutral, and say so    here                      a warning of torch's
+11    compiled graphs get cuts of their own      test_torch_compiled       see there
 
 What is redundant. Each armed graph is walked in full, and any assignment of whole numbers over
 the components found is exact; so guessing exponents for a graph that was not planned (rule 1)
@@ -36,9 +36,7 @@ gives no wrong gradient, only exponents that nobody chose, and with them overflo
 for graphs that were differentiated (rule 5): 352 random ones with a gradient penalty, at random
 exponents, were exact with that half of the rule switched off. Rule 7: torch
 multiplies a half-precision tensor by a Python number in float32 on the devices tested, so only a
-factor stored in the gradient's own dtype goes wrong; the engine relies on neither. Rule 11: a
-compiled model shows no cuts, so that its gradients are right without the rule as well; what is
-lost is that it says so.
+factor stored in the gradient's own dtype goes wrong; the engine relies on neither.
 """
 
 import builtins
@@ -56,7 +54,6 @@ from test_torch_cuts_rules import (
     X,
     check,
     check_active,
-    grads_of,
     loss_of,
     mlp,
     scale,
@@ -411,10 +408,10 @@ def test_parameter_gradients_bound_the_exponent(fails_without):
         largest = scaler.get_scale() * max(p.grad.abs().max() for p in model.parameters())
         assert 2.0**6 < largest < 2.0**14, "near the top, with room to spare"
 
-    def unbound(self, histograms, component, found):
+    def unbound(self, histograms, component, found, room):
         return None
 
-    fails_without(Probe, "_bound_by_parameter", unbound, body)
+    fails_without(Probe, "_bound", unbound, body)
 
 
 # 10. Copies, pickles, scripts, modules added later, names.
@@ -461,18 +458,24 @@ def watched_while(act):
         watched.close()
 
 
-def test_a_watched_model_is_pickled(fails_without):
-    def body():
-        watched_while(lambda model: torch.equal(pickle.loads(pickle.dumps(model))(X), model(X)))
+NO_PICKLE = (pickle.PicklingError, AttributeError, TypeError)
+"""What Python raises on a local function, by its version."""
 
-    fails_without(engine, "_watch", on_every_module, body, error=(pickle.PicklingError, Exception))
+
+def test_a_watched_model_is_pickled(fails_without):
+    def there_and_back(model):
+        assert torch.equal(pickle.loads(pickle.dumps(model))(X), model(X))
+
+    fails_without(
+        engine, "_watch", on_every_module, lambda: watched_while(there_and_back), NO_PICKLE
+    )
 
 
 def test_a_watched_model_is_saved_whole(fails_without):
     def body():
         watched_while(lambda model: torch.save(model, io.BytesIO()))
 
-    fails_without(engine, "_watch", on_every_module, body, error=Exception)
+    fails_without(engine, "_watch", on_every_module, body, NO_PICKLE)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -480,7 +483,8 @@ def test_a_watched_model_is_scripted(fails_without):
     def body():
         watched_while(torch.jit.script)
 
-    fails_without(engine, "_watch", on_every_module, body, error=Exception)
+    # Of the many things the compiler may say to a lambda with a free variable.
+    fails_without(engine, "_watch", on_every_module, body, (RuntimeError, TypeError, OSError))
 
 
 def test_modules_added_later_are_seen_at_the_next_probe(fails_without):
@@ -513,29 +517,3 @@ def test_names_are_without_wrappers_prefixes(fails_without):
         watched.close()
 
     fails_without(names, "_stripped", lambda model, raw: raw, body, error=ValueError)
-
-
-# 11. torch.compile.
-
-
-def test_a_compiled_model_is_neutral_and_says_so(fails_without):
-    """Without the rule torch itself complains of the global hook; warnings are errors here."""
-
-    def body():
-        torch._dynamo.reset()
-        model = Net()
-        compiled = torch.compile(model, backend="eager")
-        watched = Engine(compiled)
-        try:
-            with pytest.warns(UserWarning, match="cuts inside compiled code"):
-                watched.pin(PINS)
-            scale(compiled(X).pow(2).mean(), watched).backward()
-            assert "compiled" in str(watched.neutral)
-        finally:
-            watched.close()
-        found = grads_of(model)
-        model.zero_grad()
-        scale(loss_of(model), None).backward()
-        same(found, grads_of(model))
-
-    fails_without(engine, "is_compiled", lambda model: False, body, error=pytest.fail.Exception)

@@ -73,6 +73,36 @@ def test_all_exponents_at_random(change):
     check_exact(model, lambda m: m(X).pow(2).mean(), at_least=1)
 
 
+class Written(Changed):
+    """A parameter written into the view, so that a rewritten node feeds a leaf itself."""
+
+    def __init__(self, change):
+        super().__init__(change)
+        self.p = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        y = self.b(self.a(x).tanh())
+        self.change(y, self.p)
+        return self.c(y)
+
+
+def add_product_(y, p):
+    y.mul_(p).add_(p).sin_()
+
+
+def put_row_(y, p):
+    y[:, 0] = p
+
+
+def scale_column_(y, p):
+    y[..., 0] *= p[0]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.add_, add_product_, put_row_, scale_column_])
+def test_parameters_written_into_a_view(change):
+    check_exact(Written(change), lambda m: m(X).pow(2).mean(), at_least=1)
+
+
 def test_the_pin_is_lost_without_it(monkeypatch):
     monkeypatch.setattr(views, "_put_on_node", lambda base, marks: base.node.metadata.clear())
     model = Changed(torch.relu_)

@@ -9,8 +9,9 @@ passes at given exponents and records probes, the pilot (``gradlift.pilot``) dec
     record and probe of the step DELAY before                  to the pilot, waiting if it must
     what the pilot says                                        to the scale and the engine
 
-The delay is fixed, so that a run takes the same steps on a fast machine and on a slow one. On an
-overflow the device lowers the scale at once, without asking the pilot.
+The delay is fixed, so that a run takes the same steps on a fast machine and on a slow one. While
+the first exponent is being looked for there is none: a wait costs less than a step at a scale that
+flushes or overflows. On an overflow the device lowers the scale at once, without asking the pilot.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class AdaptiveGradScaler(AmongRanks):
         tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
-        init_scale: the scale of the first step; low, since the first probes climb from it.
+        init_scale: the scale of the first step. At 1 true gradients from 2^-24 to 2^15 are in
+            sight, and the second step runs at the scale found in the first.
         layerwise: whether parts of the model may have exponents of their own.
         rule: how exponents are chosen: ``"range"``, or ``"zhao2019"`` for the paper's formula
             (a ``gradlift.zhao2019.Zhao2019`` for bounds of its own).
@@ -105,7 +107,7 @@ class AdaptiveGradScaler(AmongRanks):
         tolerance: float = 1e-3,
         headroom: int = 3,
         interval: int | None = None,
-        init_scale: float = 2.0**8,
+        init_scale: float = 1.0,
         layerwise: bool = True,
         rule: str | Zhao2019 = "range",
         emulate: bool | str = False,
@@ -311,8 +313,7 @@ class AdaptiveGradScaler(AmongRanks):
         pending = _Pending(self._step_number, sent, probe)
         pending.layout = self._talk.end()
         self._pending.append(pending)
-        if len(self._pending) > DELAY or (self._emulation is not None and not self._step_number):
-            # In 8 bits nearly all is lost at a wrong scale: the first step's record is waited for.
+        while len(self._pending) > (0 if self._pilot.searching else DELAY):
             self._heed(self._pending.popleft())
         self._step_number += 1
         self._probe_if_due(self._step_number)
