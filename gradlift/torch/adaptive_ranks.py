@@ -148,7 +148,9 @@ def shared(
         return shared_probe.merged(gathered(shared_probe.part_of(layout, counts), ranks))
     packed = shared_probe.pack(layout, counts).to(device)
     ranks.reduce_(packed)
-    whole = shared_probe.merged([(layout, [])])
+    whole = probe
+    if whole is None or Layout.of(whole) != layout:
+        whole = shared_probe.merged([(layout, [])])
     shared_probe.hold(whole, shared_probe.unpack(layout, packed.cpu()))
     return whole
 

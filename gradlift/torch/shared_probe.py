@@ -19,8 +19,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,22 +36,12 @@ _BASE_BITS = 8
 _LOWEST, _HIGHEST = 1, BINS - 3
 
 
-class Place(NamedTuple):
-    """What a row of a probe is; see ``probe.Row``. Components are given by their index."""
-
-    key: str
-    offset: int
-    downstream: int
-    upstream: int | None
-    format: str | None
-    narrow: bool = True
-
-
 @dataclass(frozen=True)
 class Layout:
     """What the rows of a probe are, without what they counted."""
 
-    rows: tuple[Place, ...]
+    rows: tuple[Row, ...]
+    """Copies, with components given by their index here."""
     components: tuple[tuple[tuple[str, ...], bool, tuple[str, ...]], ...]
     """Keys, whether it is held at the global scale, formats; the loss's component first."""
 
@@ -70,13 +60,10 @@ class Layout:
             formats[index[find(own)]] |= found
         held = {find(own) for own in probe._held}
         rows = (
-            Place(
-                row.key,
-                row.offset,
-                index[find(row.downstream)],
-                None if row.upstream is None else index[find(row.upstream)],
-                row.format,
-                row.narrow,
+            replace(
+                row,
+                downstream=index[find(row.downstream)],
+                upstream=None if row.upstream is None else index[find(row.upstream)],
             )
             for row in probe.rows
         )
@@ -95,8 +82,8 @@ class Layout:
 def pack(layout: Layout, counts: Tensor) -> Tensor:
     """The counts of a layout in a few numbers that can be added up over ranks.
 
-    A cut's row keeps the bins that its format has. Of a parameter's row only the largest
-    exponent and the non-finite elements are ever asked for.
+    A row keeps the bins that its format has. Of a parameter's gradient in a wide format only the
+    largest exponent and the non-finite elements are ever asked for.
 
     Args:
         layout: what the rows are.
@@ -106,8 +93,8 @@ def pack(layout: Layout, counts: Tensor) -> Tensor:
         float64, one dimension, on the host: whole numbers up to 2**53 add up exactly.
     """
     parts = [
-        _coded_peak(row) if place.upstream is None else row[list(_bins(place.format))].double()
-        for place, row in zip(layout.rows, counts, strict=True)
+        _coded_peak(counted) if _needs_peak(row) else counted[list(_bins(row.format))].double()
+        for row, counted in zip(layout.rows, counts, strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
@@ -116,18 +103,23 @@ def unpack(layout: Layout, packed: Tensor) -> Tensor:
     """The counts, int64 of shape (rows, 256), that the sum of ``pack`` over the ranks tells."""
     counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
     at = 0
-    for row, place in zip(counts, layout.rows, strict=True):
-        if place.upstream is None:
+    for counted, row in zip(counts, layout.rows, strict=True):
+        if _needs_peak(row):
             code, nonfinite = packed[at : at + 2].tolist()
             at += 2
-            row[BINS - 1] = int(nonfinite)
+            counted[BINS - 1] = int(nonfinite)
             if code > 0:
-                row[_peak(code)] = 1
+                counted[_peak(code)] = 1
         else:
-            bins = _bins(place.format)
-            row[list(bins)] = packed[at : at + len(bins)].long()
+            bins = _bins(row.format)
+            counted[list(bins)] = packed[at : at + len(bins)].long()
             at += len(bins)
     return counts
+
+
+def _needs_peak(row: Row) -> bool:
+    """Whether nothing but the largest value of a row matters."""
+    return row.upstream is None and row.format != "float16"
 
 
 def _bins(format: str | None) -> tuple[int, ...]:
@@ -197,13 +189,12 @@ def _join(probe: Probe, layout: Layout) -> list[int]:
     return numbers
 
 
-def _row(probe: Probe, where: dict[Any, int], place: Place, numbers: Sequence[int]) -> int:
-    key, offset, downstream, upstream, format, narrow = place
-    down = numbers[downstream]
-    up = None if upstream is None else numbers[upstream]
+def _row(probe: Probe, where: dict[Any, int], row: Row, numbers: Sequence[int]) -> int:
+    down = numbers[row.downstream]
+    up = None if row.upstream is None else numbers[row.upstream]
     # Ranks may have different things below the same key; leaves without a name are numbered.
-    own = (key, offset, format, narrow, up is None, probe._sets.find(down))
+    own = repr(replace(row, downstream=probe._sets.find(down), upstream=None if up is None else 0))
     if own not in where:
         where[own] = len(probe.rows)
-        probe.rows.append(Row(key, offset, down, up, format, narrow))
+        probe.rows.append(replace(row, downstream=down, upstream=up))
     return where[own]
