@@ -617,8 +617,11 @@ def everything(rank, world, saved):
     return found
 
 
-def one_rank(rank, worlds, folder, results):
-    """All of it as one of ``worlds[0]`` ranks, then as one of fewer, going on from a state."""
+def one_rank(rank, worlds, folder):
+    """All of it as one of ``worlds[0]`` ranks, then as one of fewer, going on from a state.
+
+    What was found goes to a file for each number of ranks and each rank.
+    """
     # torch announces changes of its own here, in a process without pytest's filters.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -628,7 +631,8 @@ def one_rank(rank, worlds, folder, results):
             continue
         path = f"file://{folder}/{world}"
         dist.init_process_group("gloo", init_method=path, rank=rank, world_size=world)
-        results[world, rank] = found = everything(rank, world, saved)
+        found = everything(rank, world, saved)
+        torch.save(found, folder / f"{world}-{rank}.pt")
         saved = found["fast"]["states"][-1]
         dist.barrier()
         dist.destroy_process_group()

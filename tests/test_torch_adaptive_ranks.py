@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 if dist.is_gloo_available():
     import adaptive_on_ranks as on_ranks
+    from test_torch_ranks import once
 
     from gradlift.torch import AdaptiveGradScaler
 
@@ -27,11 +28,15 @@ HELD = {"tensors spread"}
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What every rank found, by the number of ranks."""
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        folder = tmp_path_factory.mktemp("ranks")
-        mp.spawn(on_ranks.one_rank, (WORLDS, folder, results), nprocs=max(WORLDS))
-        return {world: [results[world, rank] for rank in range(world)] for world in WORLDS}
+
+    def work(folder):
+        mp.spawn(on_ranks.one_rank, (WORLDS, folder), nprocs=max(WORLDS))
+
+    folder = once(tmp_path_factory, "adaptive", work)
+    return {
+        world: [torch.load(folder / f"{world}-{n}.pt", weights_only=False) for n in range(world)]
+        for world in WORLDS
+    }
 
 
 @pytest.fixture(params=WORLDS)

@@ -10,8 +10,9 @@ from torch import nn
 
 from gradlift.plan import BINS
 from gradlift.torch.engine import Engine
+from gradlift.torch.probe import Row
 from gradlift.torch.reductions import Reduction, _bits, _divided_after, reduction_of
-from gradlift.torch.shared_probe import Layout, Place, hold, merged, pack, part_of, unpack
+from gradlift.torch.shared_probe import Layout, hold, merged, pack, part_of, unpack
 
 
 class Chain(nn.Module):
@@ -78,7 +79,7 @@ def test_packed_sums_tell_what_the_sum_of_all_rows_tells(half):
 
 
 def test_the_largest_exponent_survives_a_sum_over_many_ranks():
-    layout = Layout((Place("w", 0, 0, None, "float32"),), (((), True, ()),))
+    layout = Layout((Row("w", 0, 0, None, "float32"),), (((), True, ()),))
     numbers = random.Random(0)
     for _ in range(200):
         ranks = numbers.choice([1, 2, 64, 255])
@@ -148,11 +149,11 @@ def test_ranks_that_drop_different_layers_get_one_survey_for_all():
 
 def test_what_one_rank_joins_is_joined_for_all():
     a = Layout(
-        (Place("a", 0, 0, 1, "float16"), Place("b", 0, 1, 2, "float16")),
+        (Row("a", 0, 0, 1, "float16"), Row("b", 0, 1, 2, "float16")),
         (((), True, ()), (("a",), False, ()), (("b",), False, ())),
     )
     joined = Layout(
-        (Place("a", 0, 0, 1, "float16"), Place("b", 0, 1, 1, "float16")),
+        (Row("a", 0, 0, 1, "float16"), Row("b", 0, 1, 1, "float16")),
         (((), True, ()), (("a", "b"), False, ())),
     )
     row = (0, 120, 4), (1, 121, 4)
@@ -214,3 +215,10 @@ def test_what_wrappers_do_to_gradients():
     assert reduction_of(nn.Linear(2, 2), 8) == (False, 3)
     assert reduction_of(Unit(torch.float16), 16) == (True, 2)
     assert reduction_of(Unit(None), 16) == (False, 2)
+
+
+def test_float16_leaves_keep_all_that_was_counted():
+    layout = Layout((Row("w", 0, 0, None, "float16"),), (((), True, ()),))
+    counts = torch.zeros(1, BINS, dtype=torch.int64)
+    counts[0, [0, 103, 120, 142, 255]] = torch.tensor([3, 1, 7, 2, 5])
+    assert torch.equal(unpack(layout, pack(layout, counts) * 2), counts * 2)

@@ -304,6 +304,7 @@ class AdaptiveGradScaler(AmongRanks):
             # A replayed step takes the plan and the exponents that it was captured with.
             self._captured = Captured(self._row(), self._replay_key)
             super().update(new_scale)
+            self._talk.end()
             return
         sent = self._send()
         super().update(new_scale)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,6 +30,7 @@ from gradlift.torch import shared_probe
 from gradlift.torch.agreement import PLAN
 from gradlift.torch.distributed import Ranks
 from gradlift.torch.probe import Probe
+from gradlift.torch.readback import capturing
 from gradlift.torch.reductions import reduction_of
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.shared_probe import Layout
@@ -100,6 +102,10 @@ class Talk:
     def _form(self, device: torch.device, numbers: tuple[int, ...]) -> Tensor:
         """The numbers that the host knows, on the device; those of an ordinary step lie ready."""
         ready = self._forms.get((device, numbers))
+        if ready is None and capturing(device):
+            # Nothing may come from the host into a CUDA graph.
+            made = partial(torch.full, (), dtype=torch.float64, device=device)
+            return torch.stack([made(fill_value=number) for number in numbers])
         if ready is None:
             ready = torch.tensor(numbers, dtype=torch.float64, device=device)
             if numbers[LAYOUT] == NO_PROBE:
@@ -125,7 +131,8 @@ class Talk:
         return torch.cat([row.to(whole), whole])
 
     def end(self) -> Layout | None:
-        """The layout that was told; the step is over."""
+        """The layout that was told; the step is over, and what was heard of it is forgotten."""
+        self._heard.clear()
         layout, self.layout = self.layout, None
         return layout
 
@@ -149,7 +156,9 @@ def shared(
         return shared_probe.merged(gathered(shared_probe.part_of(layout, counts), ranks))
     packed = shared_probe.pack(layout, counts).to(device)
     ranks.reduce_(packed)
-    whole = shared_probe.merged([(layout, [])])
+    whole = probe
+    if whole is None or Layout.of(whole) != layout:
+        whole = shared_probe.merged([(layout, [])])
     shared_probe.hold(whole, shared_probe.unpack(layout, packed.cpu()))
     return whole
 

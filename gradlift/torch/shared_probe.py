@@ -19,13 +19,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradlift.formats import get
 from gradlift.plan import BINS
 from gradlift.torch.probe import Probe, Row
 
@@ -37,31 +36,16 @@ _BASE_BITS = 8
 _LOWEST, _HIGHEST = 1, BINS - 3
 
 
-class Place(NamedTuple):
-    """What a row of a probe is; see ``probe.Row``. Components are given by their index."""
-
-    key: str
-    offset: int
-    downstream: int
-    upstream: int | None
-    format: str | None
-    wide: bool = False
-    half_leaf: bool = False
-    rounded: str | None = None
-
-    @property
-    def peak_only(self) -> bool:
-        """Whether nothing but its largest exponent is ever asked for."""
-        return self.upstream is None and not self.half_leaf
-
-
 @dataclass(frozen=True)
 class Layout:
     """What the rows of a probe are, without what they counted."""
 
-    rows: tuple[Place, ...]
+    rows: tuple[Row, ...]
+    """Copies, with components given by their index here."""
     components: tuple[tuple[tuple[str, ...], bool, tuple[str, ...]], ...]
     """Keys, whether it is held at the global scale, formats; the loss's component first."""
+    wide: tuple[str, ...] = ()
+    """Leaves whose gradients are computed in float32."""
 
     @classmethod
     def of(cls, probe: Probe) -> Layout:
@@ -78,15 +62,10 @@ class Layout:
             formats[index[find(own)]] |= found
         held = {find(own) for own in probe._held}
         rows = (
-            Place(
-                row.key,
-                row.offset,
-                index[find(row.downstream)],
-                None if row.upstream is None else index[find(row.upstream)],
-                row.format,
-                probe._wide.get(row.key, False),
-                row.half_leaf,
-                row.rounded and row.rounded.name,
+            replace(
+                row,
+                downstream=index[find(row.downstream)],
+                upstream=None if row.upstream is None else index[find(row.upstream)],
             )
             for row in probe.rows
         )
@@ -94,19 +73,22 @@ class Layout:
             (tuple(keys[n]), root in held, tuple(sorted(formats[n])))
             for n, root in enumerate(roots)
         )
-        return cls(tuple(rows), tuple(components))
+        wide = sorted(key for key, found in probe._wide.items() if found)
+        return cls(tuple(rows), tuple(components), tuple(wide))
 
     def digest(self) -> int:
         """A whole number that a float64 holds exactly, the same on every machine."""
-        found = hashlib.blake2b(repr((self.rows, self.components)).encode(), digest_size=6)
+        found = hashlib.blake2b(
+            repr((self.rows, self.components, self.wide)).encode(), digest_size=6
+        )
         return int.from_bytes(found.digest(), "little")
 
 
 def pack(layout: Layout, counts: Tensor) -> Tensor:
     """The counts of a layout in a few numbers that can be added up over ranks.
 
-    A cut's row, and that of a float16 parameter, keep the bins that their format has. Of any
-    other parameter's row only the largest exponent and the non-finite elements are asked for.
+    A row keeps the bins that its format has. Of a parameter's gradient in a wide format only the
+    largest exponent and the non-finite elements are ever asked for.
 
     Args:
         layout: what the rows are.
@@ -116,8 +98,8 @@ def pack(layout: Layout, counts: Tensor) -> Tensor:
         float64, one dimension, on the host: whole numbers up to 2**53 add up exactly.
     """
     parts = [
-        _coded_peak(row) if place.peak_only else row[list(_bins(place.format))].double()
-        for place, row in zip(layout.rows, counts, strict=True)
+        _coded_peak(counted) if _needs_peak(row) else counted[list(_bins(row.format))].double()
+        for row, counted in zip(layout.rows, counts, strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
@@ -126,18 +108,23 @@ def unpack(layout: Layout, packed: Tensor) -> Tensor:
     """The counts, int64 of shape (rows, 256), that the sum of ``pack`` over the ranks tells."""
     counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
     at = 0
-    for row, place in zip(counts, layout.rows, strict=True):
-        if place.peak_only:
+    for counted, row in zip(counts, layout.rows, strict=True):
+        if _needs_peak(row):
             code, nonfinite = packed[at : at + 2].tolist()
             at += 2
-            row[BINS - 1] = int(nonfinite)
+            counted[BINS - 1] = int(nonfinite)
             if code > 0:
-                row[_peak(code)] = 1
+                counted[_peak(code)] = 1
         else:
-            bins = _bins(place.format)
-            row[list(bins)] = packed[at : at + len(bins)].long()
+            bins = _bins(row.format)
+            counted[list(bins)] = packed[at : at + len(bins)].long()
             at += len(bins)
     return counts
+
+
+def _needs_peak(row: Row) -> bool:
+    """Whether nothing but the largest value of a row matters."""
+    return row.upstream is None and row.format != "float16"
 
 
 def _bins(format: str | None) -> tuple[int, ...]:
@@ -175,6 +162,8 @@ def merged(parts: Iterable[Part]) -> Probe:
     counted: list[tuple[int, int, int]] = []
     for (layout, counts), own in zip(found, numbers, strict=True):
         rows = [_row(probe, where, row, own) for row in layout.rows]
+        for key in {row.key for row in layout.rows if row.upstream is None}:
+            probe._wide[key] = key in layout.wide and probe._wide.get(key, True)
         counted += [(rows[row], bin, count) for row, bin, count in counts]
     counts = torch.zeros((len(probe.rows), BINS), dtype=torch.int64)
     for row, bin, count in counted:
@@ -207,17 +196,12 @@ def _join(probe: Probe, layout: Layout) -> list[int]:
     return numbers
 
 
-def _row(probe: Probe, where: dict[Any, int], place: Place, numbers: Sequence[int]) -> int:
-    key, offset, downstream, upstream, format, wide, half, rounded = place
-    down = numbers[downstream]
-    up = None if upstream is None else numbers[upstream]
+def _row(probe: Probe, where: dict[Any, int], row: Row, numbers: Sequence[int]) -> int:
+    down = numbers[row.downstream]
+    up = None if row.upstream is None else numbers[row.upstream]
     # Ranks may have different things below the same key; leaves without a name are numbered.
-    own = (key, offset, format, wide, half, rounded, up is None, probe._sets.find(down))
+    own = repr(replace(row, downstream=probe._sets.find(down), upstream=None if up is None else 0))
     if own not in where:
         where[own] = len(probe.rows)
-        probe.rows.append(
-            Row(key, offset, down, up, format, half, get(rounded) if rounded else None)
-        )
-    if up is None:
-        probe._wide[key] = wide and probe._wide.get(key, True)
+        probe.rows.append(replace(row, downstream=down, upstream=up))
     return where[own]
