@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.compiled import make_agree
 from gradlift.torch.engine import Engine
+from gradlift.torch.traced_cuts import Slot, Traces
 
 SCALE = 2.0**10
 BACKEND = "aot_eager"
@@ -598,6 +601,7 @@ def test_a_graph_for_each_shape_is_neutral_until_it_is_probed():
     for rows in (6, 3):
         neutral[rows] = step(compiled, model, engine, x=inputs(rows))
         assert engine.unplanned
+        assert bool(engine.active) == (rows == 3), "the first one's cuts stay active"
         regions = engine._compiled.cuts.regions
         assert [region.probed for region in regions] == [True] * (len(regions) - 1) + [False]
         probed(engine, compiled, model, x=inputs(rows))
@@ -627,6 +631,38 @@ def test_a_plan_for_another_graph_is_exact_in_both():
         same(step(compiled, model, engine), expected[model.joined])
     assert engine._compiled.active
     engine.close()
+
+
+def test_regions_that_share_factors_agree_or_are_neutral():
+    a, b, c, d = (Slot(torch.device("cpu"), number) for number in range(4))
+    found = [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8)}]
+    make_agree(found)
+    assert found == [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8)}]
+    found = [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8), c: (5, 5)}, {d: (7, 8)}]
+    make_agree(found)
+    assert set().union(*(values.values() for values in found)) == {(0, 0)}
+
+
+def test_two_passes_in_one_trace_bring_gradients_back_once_each():
+    traces = Traces()
+    shift, back = torch.tensor(8.0), torch.tensor(0.125)
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def passes(w, x, shift, back):
+        hidden = w * x
+        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        loss = hidden.tanh().sum()
+        (first,) = torch.autograd.grad(loss, [w], retain_graph=True)
+        (second,) = torch.autograd.grad(loss, [w])
+        return first, second
+
+    traced = make_fx(passes)(w, x, shift, back)
+    assert len(traces.regions) == 2
+    assert sum("mul" in str(node.target) for node in traced.graph.nodes) > 4
+    (expected,) = torch.autograd.grad((w * x).tanh().sum(), [w])
+    for factors in ((8.0, 0.125), (1.0, 1.0)):
+        for found in traced(w, x, *map(torch.tensor, factors)):
+            assert torch.equal(found, expected)
 
 
 # Pins.
