@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.compiled import make_agree
+from gradlift.torch.compiled import Pool, make_agree
 from gradlift.torch.engine import Engine
 from gradlift.torch.traced_cuts import Slot, Traces
 
@@ -665,6 +665,18 @@ def test_two_passes_in_one_trace_bring_gradients_back_once_each():
             assert torch.equal(found, expected)
 
 
+def test_factors_are_float32_whatever_the_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        pool = Pool(torch.device("cpu"))
+        pool.write({3: (-120, 100)})
+    finally:
+        torch.set_default_dtype(before)
+    assert {factor.dtype for factor in pool.factors} == {torch.float32}
+    assert [factor.item() for factor in pool.factors[5:9]] == [1.0, 2.0**-120, 2.0**100, 1.0]
+
+
 # Pins.
 
 
@@ -884,7 +896,7 @@ def test_copies_and_pickles_are_not_watched():
     assert vars(whole)["forward"] is not vars(engine.model)["forward"]
     for other in (copied, loaded, whole._orig_mod):
         assert vars(other.branch).get("_gradlift_site") is None
-        assert other.branch.forward.__self__ is other.branch
+        assert getattr(other.branch.forward, "__self__", None) is other.branch
         call = torch.compile(other, fullgraph=True, backend=BACKEND)
         regions = len(engine._compiled.cuts.regions)
         same(step(call, other), expected)

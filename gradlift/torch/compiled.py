@@ -65,7 +65,7 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.ones(2 * _PER_POOL, device=device)
+            whole = torch.ones(2 * _PER_POOL, dtype=torch.float32, device=device)
         self.factors = [_static(factor) for factor in whole.unbind()]
         self.used = 0
         # Has a version counter of its own.
@@ -80,7 +80,7 @@ class Pool:
         if wanted != self._written:
             self._written = wanted
             with torch.no_grad():
-                self._target.copy_(torch.tensor(wanted))
+                self._target.copy_(torch.tensor(wanted, dtype=torch.float32, device="cpu"))
 
 
 class CompiledCuts:
@@ -105,10 +105,10 @@ class CompiledCuts:
         """Gives modules their cuts, by name; graphs compiled without them are compiled anew."""
         new = set(wanted) - self._modules.keys()
         modules = names.modules if new else {}
-        for name in new & modules.keys():
+        for name in sorted(new & modules.keys()):
             module = modules[name]
             # Somebody else's forward may be anything, an old one of ours included.
-            if "forward" not in module.__dict__:
+            if "forward" not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
                 self._modules[name] = module
                 self.traces.generation += 1
                 object.__setattr__(module, SITE, Site(name, self))
