@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.compiled import Pool, make_agree
 from gradlift.torch.engine import Engine
+from gradlift.torch.traced_cuts import Slot, Traces
 
 SCALE = 2.0**10
 BACKEND = "aot_eager"
@@ -421,8 +424,32 @@ def test_compiled_parts_of_a_model_that_is_not(in_place):
     for seed in (1, 2):
         engine.follow(random_offsets(graph, seed))
         same(step(model, model, engine), neutral)
-        assert len(engine._compiled.active) >= 2
-        assert engine.active  # and eager cuts around it
+        inside = engine._compiled.active
+        assert len(inside) >= 2
+        assert set(engine.active) > set(inside), "and eager cuts around it"
+    engine.close()
+
+
+class Wrapper(nn.Module):
+    """What DistributedDataParallel is to names: a module around one called ``module``."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def test_a_wrapper_around_a_compiled_model():
+    model = build(Mlp)
+    wrapper = Wrapper(torch.compile(model, fullgraph=True, backend=BACKEND))
+    check_exact(model, wrapper)
+    engine = Engine(wrapper)
+    engine.pin({"branch": 5})
+    step(wrapper, model, engine)
+    assert dict(engine.active)["branch"] == 5
+    assert engine._sees_nothing, "there is nothing to walk for between probes"
     engine.close()
 
 
@@ -458,7 +485,7 @@ def test_many_compiled_parts_keep_their_common_graph_and_run_neutral():
     before = graphs()
     engine.pin({f"{i}.0.branch": 5 for i in range(6)})
     same(step(model, model, engine), expected)
-    assert "many parts" in engine._compiled.reason
+    assert "many parts" in str(engine.neutral)
     assert graphs() == before
     engine.close()
 
@@ -598,6 +625,7 @@ def test_a_graph_for_each_shape_is_neutral_until_it_is_probed():
     for rows in (6, 3):
         neutral[rows] = step(compiled, model, engine, x=inputs(rows))
         assert engine.unplanned
+        assert bool(engine.active) == (rows == 3), "the first one's cuts stay active"
         regions = engine._compiled.cuts.regions
         assert [region.probed for region in regions] == [True] * (len(regions) - 1) + [False]
         probed(engine, compiled, model, x=inputs(rows))
@@ -627,6 +655,50 @@ def test_a_plan_for_another_graph_is_exact_in_both():
         same(step(compiled, model, engine), expected[model.joined])
     assert engine._compiled.active
     engine.close()
+
+
+def test_regions_that_share_factors_agree_or_are_neutral():
+    a, b, c, d = (Slot(torch.device("cpu"), number) for number in range(4))
+    found = [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8)}]
+    make_agree(found)
+    assert found == [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8)}]
+    found = [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8), c: (5, 5)}, {d: (7, 8)}]
+    make_agree(found)
+    assert set().union(*(values.values() for values in found)) == {(0, 0)}
+
+
+def test_two_passes_in_one_trace_bring_gradients_back_once_each():
+    traces = Traces()
+    shift, back = torch.tensor(8.0), torch.tensor(0.125)
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def passes(w, x, shift, back):
+        hidden = w * x
+        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        loss = hidden.tanh().sum()
+        (first,) = torch.autograd.grad(loss, [w], retain_graph=True)
+        (second,) = torch.autograd.grad(loss, [w])
+        return first, second
+
+    traced = make_fx(passes)(w, x, shift, back)
+    assert len(traces.regions) == 2
+    assert sum("mul" in str(node.target) for node in traced.graph.nodes) > 4
+    (expected,) = torch.autograd.grad((w * x).tanh().sum(), [w])
+    for factors in ((8.0, 0.125), (1.0, 1.0)):
+        for found in traced(w, x, *map(torch.tensor, factors)):
+            assert torch.equal(found, expected)
+
+
+def test_factors_are_float32_whatever_the_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        pool = Pool(torch.device("cpu"))
+        pool.write({3: (-120, 100)})
+    finally:
+        torch.set_default_dtype(before)
+    assert {factor.dtype for factor in pool.factors} == {torch.float32}
+    assert [factor.item() for factor in pool.factors[5:9]] == [1.0, 2.0**-120, 2.0**100, 1.0]
 
 
 # Pins.
@@ -832,7 +904,7 @@ def test_replicated_models_get_no_cuts():
     engine = Engine(model)
     engine.pin({"branch": 5})
     step(model, model, engine)
-    assert "DataParallel" in str(engine._compiled.reason)
+    assert "DataParallel" in str(engine.neutral)
     assert "forward" not in vars(model.module.branch)
     engine.close()
 

@@ -65,7 +65,7 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.ones(2 * _PER_POOL, device=device)
+            whole = torch.ones(2 * _PER_POOL, dtype=torch.float32, device=device)
         self.factors = [_static(factor) for factor in whole.unbind()]
         self.used = 0
         # Has a version counter of its own.
@@ -80,7 +80,7 @@ class Pool:
         if wanted != self._written:
             self._written = wanted
             with torch.no_grad():
-                self._target.copy_(torch.tensor(wanted))
+                self._target.copy_(torch.tensor(wanted, dtype=torch.float32, device="cpu"))
 
 
 class CompiledCuts:
@@ -105,10 +105,10 @@ class CompiledCuts:
         """Gives modules their cuts, by name; graphs compiled without them are compiled anew."""
         new = set(wanted) - self._modules.keys()
         modules = names.modules if new else {}
-        for name in new & modules.keys():
+        for name in sorted(new & modules.keys()):
             module = modules[name]
             # Somebody else's forward may be anything, an old one of ours included.
-            if "forward" not in module.__dict__:
+            if "forward" not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
                 self._modules[name] = module
                 self.traces.generation += 1
                 object.__setattr__(module, SITE, Site(name, self))
@@ -135,19 +135,18 @@ class CompiledCuts:
             (key, shift) of each cut that multiplies.
         """
         self.stale = False
-        active: list[tuple[str, int]] = []
-        wanted: dict[Slot, tuple[int, int]] = {}
-        for region in self.regions:
-            keys = keys_of(region.walk)
-            values = _exponents(region, assign(region, keys).offsets)
-            # A graph that was traced twice has the same slots in two regions.
-            if any(wanted.get(slot, values[slot]) != values[slot] for slot in values):
-                values = dict.fromkeys(values, (0, 0))
-            wanted.update(values)
-            shifts = ((keys[cut][0], values[slot][0]) for cut, slot in region.slots.items())
-            active += [(key, shift) for key, shift in shifts if shift]
-        self._write(wanted)
-        return list(dict.fromkeys(active))
+        named = [(region, keys_of(region.walk)) for region in self.regions]
+        found = [_exponents(region, assign(region, keys).offsets) for region, keys in named]
+        make_agree(found)
+        self._write({slot: value for values in found for slot, value in values.items()})
+        return list(
+            dict.fromkeys(
+                (keys[cut][0], values[slot][0])
+                for (region, keys), values in zip(named, found, strict=True)
+                for cut, slot in region.slots.items()
+                if values[slot][0]
+            )
+        )
 
     def _write(self, wanted: Mapping[Slot, tuple[int, int]]) -> None:
         for device, pools in self._pools.items():
@@ -196,6 +195,22 @@ def _exponents(region: Region, offsets: list[int]) -> dict[Slot, tuple[int, int]
     if all(shift in _RANGE and back in _RANGE for shift, back in values.values()):
         return values
     return dict.fromkeys(values, (0, 0))
+
+
+def make_agree(found: list[dict[Slot, tuple[int, int]]]) -> None:
+    """Regions that share a slot, by a graph traced twice, want the same there or are neutral."""
+    first: dict[Slot, int] = {}
+    index = 0
+    while index < len(found):
+        for slot, value in found[index].items():
+            other = first.setdefault(slot, index)
+            if found[other][slot] != value:
+                for which in (other, index):
+                    found[which] = dict.fromkeys(found[which], (0, 0))
+                # What they share with others may differ now.
+                first, index = {}, -1
+                break
+        index += 1
 
 
 def module_of(key: str) -> str:

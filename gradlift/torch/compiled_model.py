@@ -92,10 +92,12 @@ class CompiledModel:
 
     def watch(self) -> Hooks:
         """Hooks on the modules outside of compiled parts."""
-        inside = set() if not self._all_inside else set(self._model.modules())
-        for entry in outermost(self._model):
-            inside.update(entry.modules())
-        return Hooks((m for m in self._model.modules() if m not in inside), self._saw)
+        entries = [self._model] if self._all_inside else list(outermost(self._model))
+        names = Names(self._model).of_module
+        # By name, so that what merely wraps a compiled part (DDP) is not looked at either.
+        inside = {names[id(module)] for entry in entries for module in entry.modules()}
+        outside = (m for m in self._model.modules() if names[id(m)] not in inside)
+        return Hooks(outside, self._saw)
 
     def begin_probe(self) -> None:
         """From now on compiled parts run uncompiled."""

@@ -327,6 +327,9 @@ class Engine:
         self._set(found, keys, assignment.offsets, gate)
         for root in old + [self._root(tensor, edges) for tensor, edges in new]:
             root.gate = gate
+        if self._compiled is not None and self._probe is None:
+            self.active += self._compiled.active
+            self.neutral = self.neutral or self._compiled.reason
 
     def check(self, losses: Any) -> None:
         """Raises what ``arm`` would raise on these losses, not yet scaled; changes nothing."""

@@ -70,8 +70,7 @@ class Traces:
         self.generation = 0
         self._linear = linear
         self._key = f"gradlift.traced.{next(_numbers)}"
-        self._task = tasks.NO_TASK
-        self._acting: frozenset[int] = frozenset()
+        self._acting: dict[int, frozenset[int]] = {}
 
     def place(
         self, tensor: Tensor, name: str, output: int, slot: Slot, shift: Tensor, back: Tensor
@@ -89,10 +88,10 @@ class Traces:
     def acts(self, cut: TracedCut) -> bool:
         """Whether a cut multiplies in the pass that is being traced."""
         task = tasks.current_task()
-        if task != self._task:
+        if task not in self._acting:
             # Nothing but the loss's own component has run yet: every way out of it is a cut.
-            self._task, self._acting = task, self._walk()
-        return cut.number in self._acting
+            self._acting[task] = self._walk()
+        return cut.number in self._acting[task]
 
     def _walk(self) -> frozenset[int]:
         """The numbers of the cuts that multiply; the pass must go from outputs to leaves."""
@@ -148,16 +147,19 @@ class TracedCut:
 
 
 class _Return:
-    """A hook on a node that feeds leaves in a trace: back to the global scale."""
+    """A hook on a node that feeds leaves in a trace: back to the global scale, in one pass."""
 
-    __slots__ = ("back", "positions")
+    __slots__ = ("back", "positions", "task")
 
     def __init__(self, back: Tensor, positions: tuple[int, ...]) -> None:
         self.back, self.positions = back, positions
+        self.task = tasks.current_task()
 
     def __call__(
         self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor | None, ...] | None:
+        if self.task != tasks.current_task():
+            return None
         returned = list(grad_inputs)
         for position in self.positions:
             grad = returned[position]
