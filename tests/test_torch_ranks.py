@@ -37,7 +37,7 @@ def launch(ranks: int, out: Path, *arguments: str, script: str = "rank_script.py
     command += ["--nproc-per-node", str(ranks), str(HERE / script), str(out), *arguments]
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         told = [path.read_text() for path in sorted(out.glob("*.txt"))]
         raise AssertionError("\n".join(told) or done.stderr[-4000:])
