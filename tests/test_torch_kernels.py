@@ -444,8 +444,8 @@ def test_bfloat16_parameters_and_state_are_updated_in_float32(backend: Any) -> N
     for slot, old, grad in zip(slots, before, grads, strict=True):
         assert grad is not None
         want = expected_update(old, grad, rule, hypers(rule).tolist(), 1.0)
-        rtol = 2**-7 if truncates(backend) else 2**-8
-        torch.testing.assert_close(slot.param, want[0].bfloat16(), rtol=rtol, atol=1e-8)
+        # Near the middle of two neighbours float32 may round to the other one.
+        torch.testing.assert_close(slot.param, want[0].bfloat16(), rtol=2**-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

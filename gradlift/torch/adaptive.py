@@ -38,7 +38,7 @@ from gradlift.torch.engine import Engine
 from gradlift.torch.layer_probe import LayerProbe
 from gradlift.torch.narrow import Narrow
 from gradlift.torch.probe import Probe
-from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
+from gradlift.torch.readback import InFlight, Remark, Remarks, capturing, moved_to
 from gradlift.torch.recorder import module_records, plan_change
 from gradlift.torch.replay import Captured
 from gradlift.torch.shared_probe import Layout
@@ -292,7 +292,7 @@ class AdaptiveGradScaler(AmongRanks):
         for filled in self._narrow.tensors(optimizer, found, engine.wide, names):
             if filled:
                 largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
-                self._amaxes.append(largest.to(home, non_blocking=True))
+                self._amaxes.append(moved_to(largest, home))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the step: the next scale, and what the step DELAY before has taught."""
@@ -362,7 +362,7 @@ class AdaptiveGradScaler(AmongRanks):
         if not amaxes:
             return self._zero
         home = self._zero.device
-        return torch.cat([amax.reshape(-1).to(home, non_blocking=True) for amax in amaxes])
+        return torch.cat([moved_to(amax.reshape(-1), home) for amax in amaxes])
 
     def _row(self) -> Tensor:
         """On the device: scale, largest gradient, overflow, bad loss; with ranks also ``Heard``."""

@@ -30,7 +30,7 @@ from gradlift.torch import shared_probe
 from gradlift.torch.agreement import PLAN
 from gradlift.torch.distributed import Ranks
 from gradlift.torch.probe import Probe
-from gradlift.torch.readback import capturing
+from gradlift.torch.readback import capturing, moved_to
 from gradlift.torch.reductions import reduction_of
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.shared_probe import Layout
@@ -294,7 +294,7 @@ class AmongRanks(GradScaler):
         if torch.compiler.is_compiling():
             return None
         engine, home = self._engine, self._zero.device
-        largest = [amax.reshape(-1).to(home, non_blocking=True) for amax in self._amaxes]
+        largest = [moved_to(amax.reshape(-1), home) for amax in self._amaxes]
         return self._talk.tell(
             torch.cat(largest) if largest else self._zero,
             engine.recording,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from gradlift.torch.readback import InFlight, capturing
+from gradlift.torch.readback import InFlight, capturing, moved_to
 
 DELAY = 8
 
@@ -75,12 +75,12 @@ def average_(averages: Source, source: Source, decay: float, skipped: Tensor) ->
     weights: dict[torch.device, Tensor] = {}
     for average, value in pairs:
         if average.device not in weights:
-            moved = skipped.to(average.device, non_blocking=True)
+            moved = moved_to(skipped, average.device)
             weights[average.device] = torch.where(moved, 0.0, 1.0 - decay)
         weight = weights[average.device].to(average.dtype)
         average.lerp_(value.detach().to(average.dtype), weight)
     for kept, buffer in buffers:
-        moved = skipped.to(kept.device, non_blocking=True)
+        moved = moved_to(skipped, kept.device)
         kept.copy_(torch.where(moved, kept, buffer))
 
 

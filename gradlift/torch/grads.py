@@ -14,6 +14,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from gradlift.torch.readback import moved_to
+
 FP16_REFUSED = "Attempting to unscale FP16 gradients."
 
 Key = tuple[torch.device, torch.dtype]
@@ -122,8 +124,8 @@ def unscale_and_check_(
     for (device, dtype), grads in buckets.items():
         if device not in flags:
             # A copy each: the caller's flag, and the flag of another device, stay as they are.
-            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-            inverses[device] = inv_scale.to(device, non_blocking=True)
+            flags[device] = moved_to(found_inf, device, copy=True)
+            inverses[device] = moved_to(inv_scale, device)
         _scale_and_flag_(grads, flags[device], inverses[device])
         if recheck and dtype is torch.float16:
             _scale_and_flag_(grads, flags[device], torch.ones_like(inverses[device]))
@@ -155,7 +157,7 @@ def scale_and_flag_reference_(grads: list[Tensor], found_inf: Tensor, inv_scale:
 def combine(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
     """One 0-d float32 flag on ``device``: exactly 1.0 if any is set, since fused optimizers test
     for that very value. None without flags."""
-    moved = [flag.to(device, non_blocking=True) for flag in flags]
+    moved = [moved_to(flag, device) for flag in flags]
     if not moved:
         return None
     return moved[0] if len(moved) == 1 else torch.stack(moved).amax()
@@ -183,10 +185,7 @@ def norm(buckets: Buckets, device: torch.device) -> Tensor:
     Squares are summed in float64 where the device has it, and else relative to the largest
     element: a finite gradient of 1e25 has a finite norm.
     """
-    norms = [
-        tensor_norms(grads, where).to(device, non_blocking=True)
-        for (where, _), grads in buckets.items()
-    ]
+    norms = [moved_to(tensor_norms(grads, where), device) for (where, _), grads in buckets.items()]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
     every = norms[0] if len(norms) == 1 else torch.cat(norms)
@@ -245,12 +244,12 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def multiply_(buckets: Buckets, factor: Tensor) -> None:
     """Multiply every gradient by the 0-d float32 ``factor`` in place."""
     for (device, _), grads in buckets.items():
-        torch._foreach_mul_(grads, factor.to(device, non_blocking=True))
+        torch._foreach_mul_(grads, moved_to(factor, device))
 
 
 def zero_where_(buckets: Buckets, found_inf: Tensor) -> None:
     """Set every gradient to zero where the 0-d flag is set, without reading the flag."""
     for (device, _), grads in buckets.items():
-        mask = found_inf.to(device, non_blocking=True).bool()
+        mask = moved_to(found_inf, device).bool()
         for grad in grads:
             grad.masked_fill_(mask, 0)

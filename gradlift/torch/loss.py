@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradlift.torch.grads import local
 from gradlift.torch.pipelines import is_rehearsal
+from gradlift.torch.readback import moved_to
 from gradlift.torch.update import has_triton
 
 
@@ -66,7 +67,7 @@ class LossWatch:
             self._unseen = None
 
     def _add(self, value: Tensor, device: torch.device) -> None:
-        flag = _not_finite(value).to(device, non_blocking=True)
+        flag = moved_to(_not_finite(value), device)
         self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
 
     def reset(self) -> None:

@@ -48,5 +48,5 @@ def sums_of(values: torch.Tensor) -> torch.Tensor:
     parts = torch.zeros((programs, SUMS), device=flat.device)
     _sums[(programs,)](flat, parts, flat.numel(), BLOCK=BLOCK)  # pyright: ignore
     found = merged(parts)
-    found[0] = float(flat.numel())
+    found[0].fill_(float(flat.numel()))
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradlift.torch.grads import Buckets, Key, Rows, local, parameters
 from gradlift.torch.names import Names
-from gradlift.torch.readback import capturing
+from gradlift.torch.readback import capturing, moved_to
 from gradlift.torch.tables import GradTable, is_dense
 
 Report = tuple[tuple[str, int, int], ...]
@@ -211,7 +211,7 @@ class OverflowLog:
                 flag,
                 loss if looks else flag,
                 bad,
-                updates if updates.device == device else updates.to(device, non_blocking=True),
+                updates if updates.device == device else moved_to(updates, device),
                 bucket.cells,
                 counted,
                 most,

@@ -11,6 +11,15 @@ import torch
 from torch import Tensor
 
 
+def moved_to(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
+    """``tensor`` on ``device``, without waiting, unless that is the CPU.
+
+    A copy to the CPU that need not wait goes to pinned memory, and an op there would read it before
+    it has arrived.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
 class InFlight:
     """One device tensor on its way to the host."""
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from gradlift.formats import get
 from gradlift.histogram import Histogram
 from gradlift.telemetry import ModuleRecord, PlanChange, StepRecord, Writer, writer_for
-from gradlift.torch.readback import InFlight, capturing
+from gradlift.torch.readback import InFlight, capturing, moved_to
 from gradlift.torch.update import SKIPPED
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Recorder:
         norm = cast(Tensor, scaler.grad_norm) if measured else scaler._zero
         skips = cast(Tensor, scaler._counts)[SKIPPED] + found
         row = [scale, found, bad_loss, norm, inf, skips, scaler._updates + 1]
-        row = [v.to(scale.device, torch.float32, non_blocking=True).reshape(()) for v in row]
+        row = [moved_to(v, scale.device).float().reshape(()) for v in row]
         if self._rows is None or self._rows.device != scale.device:
             self._rows = torch.zeros(self._batch, len(row), device=scale.device)
         self._rows[len(self._noted)].copy_(torch.stack(row))

@@ -27,6 +27,7 @@ from gradlift.torch import (
     fused,
     settings,
 )
+from gradlift.torch.readback import moved_to
 from gradlift.torch.recorder import Recorder, attach
 from gradlift.torch.state import fresh_optimizer_state
 from gradlift.torch.steps import Stepping
@@ -125,7 +126,7 @@ class GradScaler(Stepping):
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale = cast(Tensor, self._scale)
             self._losses.see(outputs, scale.device)
-            return outputs * scale.to(outputs.device, non_blocking=True)
+            return outputs * moved_to(scale, outputs.device)
         if isinstance(outputs, abc.Iterable):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled  # type: ignore[call-arg]

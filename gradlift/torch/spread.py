@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradlift.torch import distributed, grads
 from gradlift.torch.agreement import ABSENT, COPY, MESH, OWN, PLAIN
 from gradlift.torch.distributed import Ranks, mesh_of, root_mesh
+from gradlift.torch.readback import moved_to
 
 ELSEWHERE = COPY  # behind the columns of squares
 
@@ -92,7 +93,7 @@ class Spread:
         classes, copy = self.classes(optimizer)
         sums = self._offset(classes, home)
         for (device, dtype), tensors in buckets.items():
-            norms = grads.tensor_norms(tensors, device).to(home, non_blocking=True)
+            norms = moved_to(grads.tensor_norms(tensors, device), home)
             mask = self._mask(tuple(classes[row] for row in rows[device, dtype]), home)
             sums = sums + mask @ norms.to(mask.dtype).square()
         return Squares(sums, copy)

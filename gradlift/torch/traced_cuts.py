@@ -127,6 +127,8 @@ class Traces:
 class TracedCut:
     """A hook on a module's output in a trace."""
 
+    spread = False
+    """Whether it sits on a DTensor; those are not traced."""
     __slots__ = ("back", "differentiated", "names", "number", "shift", "slot", "traces")
 
     def __init__(self, traces: Traces, slot: Slot, shift: Tensor, back: Tensor) -> None:
