@@ -1,5 +1,6 @@
 """What one rank does in ``test_torch_adaptive_ranks.py``: every layout in one launch."""
 
+import json
 import os
 import random
 import warnings
@@ -245,8 +246,9 @@ def busy(amount):
 
 def observed(scaler):
     state = scaler.state_dict()
-    state["gradlift_adaptive"].pop("overflowed")  # what this rank's own parameters held
-    return state
+    own = json.loads(state["gradlift_adaptive"])
+    own.pop("overflowed")  # what this rank's own parameters held
+    return {**state, "gradlift_adaptive": own}
 
 
 def adaptive_run(
@@ -374,7 +376,7 @@ def lone_run(group, device="cpu"):
         scaler.step(optimizer)
         scaler.update()
         state = scaler.state_dict()
-        states.append((state["scale"], state["gradlift_adaptive"]["pilot"]))
+        states.append((state["scale"], json.loads(state["gradlift_adaptive"])["pilot"]))
     scaler.close()
     return states
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
@@ -276,6 +277,34 @@ def test_a_resumed_run_takes_the_very_same_steps():
         other.scaler.close()
 
 
+def test_a_state_of_old_that_is_a_dict_loads_too():
+    run = Run(tanh_net(4)).steps(5)
+    state = run.scaler.state_dict()
+    other = Run(copy.deepcopy(run.model))
+    other.scaler.load_state_dict({**state, STATE_KEY: json.loads(state[STATE_KEY])})
+    assert other.scaler.state_dict() == state
+    run.scaler.close()
+    other.scaler.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("steps", [0, 1, 6, 12])
+@pytest.mark.parametrize("options", [{}, {"rule": "zhao2019"}, {"format": "float8_e5m2"}])
+def test_a_distributed_checkpoint_holds_all_of_it(tmp_path, options, steps):
+    """torch.distributed.checkpoint loads into the state of a fresh scaler, which has no plan."""
+    run = Run(tanh_net(4), **options).steps(6)
+    if steps == 12:
+        run.scaler.pin({"2": 3})
+    saved = run.scaler.state_dict()
+    dcp.save({"scaler": run.scaler}, checkpoint_id=tmp_path, no_dist=True)
+    other = Run(copy.deepcopy(run.model), **options).steps(steps)
+    dcp.load({"scaler": other.scaler}, checkpoint_id=tmp_path, no_dist=True)
+    assert other.scaler.state_dict() == saved
+    assert other.scaler.plan == run.scaler.plan is not None
+    run.scaler.close()
+    other.scaler.close()
+
+
 def test_its_state_loads_in_torchs_scaler_and_the_other_way_round():
     run = Run(tanh_net(4)).steps(5)
     theirs = torch.amp.GradScaler("cpu")
@@ -290,10 +319,12 @@ def test_its_state_loads_in_torchs_scaler_and_the_other_way_round():
 def test_a_damaged_state_is_refused_and_changes_nothing():
     run = Run(tanh_net(4)).steps(5)
     good = run.scaler.state_dict()
+    own = json.loads(good[STATE_KEY])
     for damage in (
         {**good, STATE_KEY: 3},
-        {**good, STATE_KEY: {**good[STATE_KEY], "version": 99}},
-        {**good, STATE_KEY: {**good[STATE_KEY], "pilot": {}}},
+        {**good, STATE_KEY: good[STATE_KEY][:-9]},
+        {**good, STATE_KEY: json.dumps({**own, "version": 99})},
+        {**good, STATE_KEY: {**own, "pilot": {}}},
         {**good, STATE_KEY: {"version": 1}},
     ):
         with pytest.raises(ValueError, match=STATE_KEY + "|adaptive"):

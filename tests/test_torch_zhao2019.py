@@ -469,7 +469,7 @@ def test_a_state_of_the_other_rule_is_refused_and_changes_nothing():
     model, x = net("mlp")
     run = Run(model, x).steps(4)
     saved = run.scaler.state_dict()
-    assert saved[STATE_KEY]["pilot"]["rule"] == "zhao2019"
+    assert json.loads(saved[STATE_KEY])["pilot"]["rule"] == "zhao2019"
     ranged = Run(copy.deepcopy(model), x, rule="range").steps(2)
     before = ranged.scaler.state_dict()
     with pytest.raises(ValueError, match=r"make the scaler with rule='zhao2019'"):

@@ -16,6 +16,7 @@ flushes or overflows. On an overflow the device lowers the scale at once, withou
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -432,27 +433,34 @@ class AdaptiveGradScaler(AmongRanks):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """``GradScaler``'s, and the plan with all that it rests on, under a key of its own."""
+        """``GradScaler``'s, and the plan with all that it rests on, under a key of its own.
+
+        That is one string, of JSON: torch.distributed.checkpoint takes dicts apart and loads what
+        a fresh scaler has too, and a fresh one has no plan.
+        """
         state = super().state_dict()
         if state:
-            state[STATE_KEY] = {
-                "version": VERSION,
-                "step": self._step_number,
-                "pilot": self._pilot.to_dict(),
-                "pending": [pending.to_dict() for pending in self._pending],
-                "pins": self._engine.pins,
-                "probing": self._engine.probing or any(p.unshared for p in self._pending),
-                "overflowed": self._overflowed(),
-                "wide": sorted(self._engine.wide),
-            }
+            state[STATE_KEY] = json.dumps(self._own_state())
         return state
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "step": self._step_number,
+            "pilot": self._pilot.to_dict(),
+            "pending": [pending.to_dict() for pending in self._pending],
+            "pins": self._engine.pins,
+            "probing": self._engine.probing or any(p.unshared for p in self._pending),
+            "overflowed": self._overflowed(),
+            "wide": sorted(self._engine.wide),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class, of ``GradScaler`` or of torch's scaler."""
         if not isinstance(state_dict, dict) or STATE_KEY not in state_dict:
             super().load_state_dict(state_dict)
             return
-        own = state_dict[STATE_KEY]
+        own = _read_own(state_dict[STATE_KEY])
         if not isinstance(own, dict) or own.get("version") != VERSION:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is not one of version {VERSION}")
         try:
@@ -565,6 +573,14 @@ class _Pending:
         if data["survey"]:
             Survey.from_dict(data["survey"])
         return cls(record.step, None, None, dict(data))
+
+
+def _read_own(saved: Any) -> Any:
+    """What a state holds under STATE_KEY: JSON, or the dict itself as in states of old."""
+    try:
+        return json.loads(saved) if isinstance(saved, str) else saved
+    except ValueError as error:
+        raise ValueError(f"state_dict[{STATE_KEY!r}] is no JSON: {error}") from error
 
 
 def _exponent(value: float) -> int | None:
