@@ -316,18 +316,47 @@ def test_its_state_loads_in_torchs_scaler_and_the_other_way_round():
     run.scaler.close()
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_torchs_state_gives_it_the_scale_alone(used):
+    """Growth and back-off are the pilot's; records under way were of another scale."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    run = Run(tanh_net(4), lr=0.0).steps(6 if used else 0)
+    policy = run.scaler.policy
+    run.scaler.load_state_dict(theirs.state_dict())
+    assert run.scaler.policy == policy
+    assert run.scaler.get_scale() == 2.0**10
+    assert run.scaler.probing
+    run.steps(DELAY)
+    if used:
+        assert run.scales[-DELAY:] == [2.0**10] * DELAY
+    run.scaler.close()
+
+
+def test_a_disabled_one_watches_nothing_whatever_it_is_given():
+    run = Run(tanh_net(4)).steps(5)
+    disabled = AdaptiveGradScaler(run.model, "cpu", enabled=False)
+    disabled.load_state_dict(run.scaler.state_dict())
+    assert not disabled.probing
+    disabled.pin({"2": 3})
+    disabled.pin({})
+    assert not disabled._engine.watching
+    run.scaler.close()
+
+
 def test_a_damaged_state_is_refused_and_changes_nothing():
     run = Run(tanh_net(4)).steps(5)
     good = run.scaler.state_dict()
     own = json.loads(good[STATE_KEY])
     for damage in (
-        {**good, STATE_KEY: 3},
+        {**good, STATE_KEY: 3, "scale": 1.0},
         {**good, STATE_KEY: good[STATE_KEY][:-9]},
         {**good, STATE_KEY: json.dumps({**own, "version": 99})},
-        {**good, STATE_KEY: {**own, "pilot": {}}},
+        {**good, STATE_KEY: {**own, "pilot": {}}, "scale": 1.0},
         {**good, STATE_KEY: {"version": 1}},
+        {**good, STATE_KEY: {**own, "pins": {"nobody": 1}}, "scale": 1.0},
+        {**good, STATE_KEY: {**own, "step": 900, "pins": {"2": 1}}, "scale": "adaptive"},
     ):
-        with pytest.raises(ValueError, match=STATE_KEY + "|adaptive"):
+        with pytest.raises(ValueError, match=STATE_KEY + "|adaptive|nobody"):
             run.scaler.load_state_dict(damage)
         assert run.scaler.state_dict() == good
     run.scaler.close()

@@ -16,10 +16,12 @@ flushes or overflows. On an overflow the device lowers the scale at once, withou
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -33,7 +35,7 @@ from gradlift.plan import Plan
 from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
 from gradlift.torch import emulate as emulation
-from gradlift.torch import fused, grads
+from gradlift.torch import checkpoint, fused, grads
 from gradlift.torch.adaptive_ranks import AmongRanks, Heard, Talk
 from gradlift.torch.engine import Engine
 from gradlift.torch.layer_probe import LayerProbe
@@ -170,6 +172,8 @@ class AdaptiveGradScaler(AmongRanks):
             ValueError: a name that is no module's. Two pins that the graph puts into one
                 component with different offsets raise it in the next ``scale()``.
         """
+        if not self._enabled:
+            return
         self._engine.pin(offsets)
         if offsets:
             # What is flushed at exponents set by hand says nothing about the planned ones.
@@ -456,9 +460,15 @@ class AdaptiveGradScaler(AmongRanks):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this class, of ``GradScaler`` or of torch's scaler."""
+        """Go on from a state of this class, of ``GradScaler`` or of torch's scaler.
+
+        Of the latter two only the scale is taken, and the first step looks for a plan; numbers
+        by which they grow and back off are not the adaptive scaler's.
+        """
+        if not self._enabled:
+            return
         if not isinstance(state_dict, dict) or STATE_KEY not in state_dict:
-            super().load_state_dict(state_dict)
+            self._load_scale(state_dict)
             return
         own = _read_own(state_dict[STATE_KEY])
         if not isinstance(own, dict) or own.get("version") != VERSION:
@@ -470,17 +480,32 @@ class AdaptiveGradScaler(AmongRanks):
             wide = frozenset(str(name) for name in own.get("wide", ()))
         except (KeyError, TypeError) as error:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
-        self._pilot.check(pilot)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != STATE_KEY})
-        self._pilot.load(pilot)
+        loaded = copy.copy(self._pilot)
+        loaded.load(pilot)
+        rest = {k: v for k, v in state_dict.items() if k != STATE_KEY}
+        checkpoint.read(rest, self._policy)
+        # The last that may refuse: names that the model does not have.
+        self._engine.pin(pins)
+        super().load_state_dict(rest)
+        self._pilot = loaded
         self._step_number, self._pending, self._planned_at = step, pending, -1
         self._loaded_overflowed = overflowed
         self._engine.take()
-        self._engine.pin(pins)
         self._follow()
         self._engine.wide = wide
         if probing:
             self._engine.probe()
+
+    def _load_scale(self, state_dict: dict[str, Any]) -> None:
+        before = cast(Dynamic, self._policy)
+        super().load_state_dict(state_dict)
+        low, high = min(before.min_scale, self._init_scale), max(before.max_scale, self._init_scale)
+        self._policy = replace(before, min_scale=low, max_scale=high)
+        # What is on its way was seen at another scale.
+        self._pending.clear()
+        self._engine.take()
+        self._pilot.next_probe = self._step_number
+        self._probe_if_due(self._step_number)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
