@@ -343,6 +343,42 @@ def test_a_disabled_one_watches_nothing_whatever_it_is_given():
     run.scaler.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"rule": "zhao2019"}, {"format": "float8_e5m2"}])
+def test_closed_it_is_a_plain_scaler_and_stays_one(options):
+    torch.manual_seed(3)
+    factor = torch.ones(())
+    run = Run(tanh_net(60, gain=0.7), lr=0.0, loss=lambda m: loss_of(m) * factor, **options)
+    run.steps(4)
+    other = AdaptiveGradScaler(run.model, "cpu", **options)
+    adaptive = run.scaler.state_dict()
+    run.scaler.close()
+    plain = GradScaler("cpu")
+    plain.load_state_dict(run.scaler.state_dict())
+    assert plain.policy.growth_interval == 2000
+    for scaler in (run.scaler, pickle.loads(pickle.dumps(run.scaler))):
+        twin = Run(scaler._engine.model, scaler, lr=0.0, loss=run.loss).steps(3)
+        factor.fill_(2.0**30)
+        twin.steps(2)
+        factor.fill_(1.0)
+        twin.steps(6)
+        start = adaptive["scale"]
+        assert twin.scales == [start] * 3 + [start / 2] + [start / 4] * 7
+        assert not scaler._engine.watching
+        assert not scaler.probing
+        assert not scaler._amaxes
+        scaler.load_state_dict(adaptive)
+        scaler.pin({})
+        assert scaler.get_scale() == start
+        assert scaler.policy.backoff_factor == 0.5
+        with pytest.raises(RuntimeError, match=r"close\(\) has ended"):
+            scaler.pin({"2": 3})
+        assert not scaler._engine.watching
+    other.load_state_dict(run.scaler.state_dict())
+    assert other.policy.backoff_factor == BACKOFF
+    assert other.probing
+    other.close()
+
+
 def test_a_damaged_state_is_refused_and_changes_nothing():
     run = Run(tanh_net(4)).steps(5)
     good = run.scaler.state_dict()

@@ -34,8 +34,8 @@ from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import Plan
 from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
-from gradlift.torch import emulate as emulation
 from gradlift.torch import checkpoint, fused, grads
+from gradlift.torch import emulate as emulation
 from gradlift.torch.adaptive_ranks import AmongRanks, Heard, Talk
 from gradlift.torch.engine import Engine
 from gradlift.torch.layer_probe import LayerProbe
@@ -198,13 +198,25 @@ class AdaptiveGradScaler(AmongRanks):
         return module.register_forward_hook(lambda _, args, output: engine.arm(output))
 
     def close(self) -> None:
-        """Stop watching the model; from then on it is a plain ``GradScaler``."""
+        """Stop watching the model; from then on it is a plain ``GradScaler``.
+
+        The scale grows and backs off by torch's numbers, and a state is a ``GradScaler``'s.
+        ``plan`` stays what it was. Ranks close at the same step.
+        """
+        self._closed = True
         self._engine.close()
         self._pending.clear()
+        self._captured = None
+        self._policy = replace(
+            cast(Dynamic, self._policy),
+            backoff_factor=Dynamic.backoff_factor,
+            growth_interval=Dynamic.growth_interval,
+        )
         if self._emulation is not None:
             self._emulation.close()
 
     _record_delay = DELAY + 1
+    _closed = False
 
     # The stages that differ from GradScaler's.
 
@@ -303,6 +315,11 @@ class AdaptiveGradScaler(AmongRanks):
         """End the step: the next scale, and what the step DELAY before has taught."""
         if not self._enabled or torch.compiler.is_compiling():
             super().update(new_scale)
+            return
+        if self._closed:
+            super().update(new_scale)
+            self._amaxes.clear()
+            self._talk.end()
             return
         device = self._device_state("update")[0].scale.device
         if capturing(device):
@@ -443,7 +460,7 @@ class AdaptiveGradScaler(AmongRanks):
         a fresh scaler has too, and a fresh one has no plan.
         """
         state = super().state_dict()
-        if state:
+        if state and not self._closed:
             state[STATE_KEY] = json.dumps(self._own_state())
         return state
 
@@ -470,6 +487,10 @@ class AdaptiveGradScaler(AmongRanks):
         if not isinstance(state_dict, dict) or STATE_KEY not in state_dict:
             self._load_scale(state_dict)
             return
+        rest = {k: v for k, v in state_dict.items() if k != STATE_KEY}
+        if self._closed:
+            self._load_scale(rest)
+            return
         own = _read_own(state_dict[STATE_KEY])
         if not isinstance(own, dict) or own.get("version") != VERSION:
             raise ValueError(f"state_dict[{STATE_KEY!r}] is not one of version {VERSION}")
@@ -482,7 +503,6 @@ class AdaptiveGradScaler(AmongRanks):
             raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
         loaded = copy.copy(self._pilot)
         loaded.load(pilot)
-        rest = {k: v for k, v in state_dict.items() if k != STATE_KEY}
         checkpoint.read(rest, self._policy)
         # The last that may refuse: names that the model does not have.
         self._engine.pin(pins)
@@ -526,6 +546,8 @@ class AdaptiveGradScaler(AmongRanks):
         self._emulation = self._build_emulation()
         self._pending, self._narrow, self._sizes = deque(), Narrow(), WeakKeyDictionary()
         self._talk = Talk()
+        if self._closed:
+            self.close()
         if saved is not None:
             self.load_state_dict(saved)
 

@@ -87,6 +87,7 @@ class Engine:
         self._compiled: Any = None
         self._active_keys: tuple[str, ...] | None = ()
         self._out_of_reach = False
+        self._closed = False
         self._said: set[str] = set()
 
     # What to run at.
@@ -97,6 +98,8 @@ class Engine:
         Raises:
             ValueError: an unknown name, or an offset that is no whole number in range.
         """
+        if self._closed and offsets:
+            raise RuntimeError("close() has ended this; make a new scaler to pin exponents")
         check_offsets(offsets, LARGEST_OFFSET)
         self._names = Names(self.model)
         first = self._names.resolve(offsets)
@@ -124,6 +127,8 @@ class Engine:
             active: the keys of cuts that change the exponent, as far as they are worth having in
                 compiled code, where a new one costs a compilation; None for all keys.
         """
+        if self._closed:
+            return
         check_offsets(offsets, LARGEST_OFFSET)
         self._plan = dict(offsets)
         self._active_keys = None if active is None else tuple(active)
@@ -143,6 +148,8 @@ class Engine:
 
     def probe(self) -> None:
         """Makes the graphs armed from now on record their gradients, until ``take``."""
+        if self._closed:
+            return
         self._probe = self._new_probe(self.model)
         self._refresh()
         if self._compiled is not None:
@@ -196,10 +203,12 @@ class Engine:
 
     def close(self) -> None:
         """Stops for good. Graphs that are armed run neutral."""
+        self._closed = True
         self._pins, self._plan, self._probe = {}, {}, None
         self._refresh()
         if self._compiled is not None:
             self._compiled.close()
+            self._compiled = None
         for root in list(self._roots):
             root.gate = None
 
