@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -560,18 +561,65 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
     largest = model[0].weight.abs().max().item()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
-    run.steps(1)
-    found = {p.name: p.weight for p in run.scaler._pending[0].survey(8).passages}
+    pilot, surveys = run.scaler._pilot, []
+    choose = pilot._planned
+    pilot._planned = lambda record, now, survey: (
+        surveys.append(survey) or choose(record, now, survey)
+    )
+    run.steps(8)
+    found = {p.name: p.weight for p in surveys[0].passages}
     assert found["0"].largest == largest
-    run.steps(7)
     assert run.scaler.plan is not None
     return run.scales, run.scaler.plan.to_dict()
+
+
+def dropping(x: torch.Tensor, rank: int) -> Any:
+    """Scales, plan and number of probes where one rank never runs a layer that the other has."""
+
+    class Dropping(nn.Sequential):
+        def forward(self, x):
+            for number, layer in enumerate(self):
+                if rank == 0 or number not in (2, 3):
+                    x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    run = Run(Dropping(*mlp(6, gain=0.6)), x, small=2.0**-12, process_group=dist.group.WORLD)
+    probes = 0
+    for _ in range(24):
+        probes += run.scaler.probing
+        run.steps(1)
+    assert run.scaler.plan is not None
+    run.scaler.close()
+    return run.scales, run.scaler.plan.to_dict(), probes
+
+
+def pinned_alone(x: torch.Tensor, rank: int) -> str:
+    """What is said where one rank drops its probe after the others have heard of it."""
+    torch.manual_seed(0)
+    run = Run(mlp(6, gain=0.6), x, process_group=dist.group.WORLD)
+    run.scaler.scale(half_loss(run.model, run.x)).backward()
+    run.scaler.step(run.optimizer)
+    if rank:
+        run.scaler.pin({"2": 1})
+    run.scaler.update()
+    try:
+        run.steps(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def one_rank(rank: int, path: Any, results: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     torch.manual_seed(0)
     model, x = mlp(6, gain=0.6), torch.randn(4, 8)
     group = dist.group.WORLD
@@ -581,6 +629,8 @@ def one_rank(rank: int, path: Any, results: Any) -> None:
     results[rank] = (run.scales, run.scaler.plan.to_dict())
     run.scaler.close()
     results[f"{rank}, sharded"] = sharded(x, rank)
+    results[f"{rank}, dropping"] = dropping(x, rank)
+    results[f"{rank}, pinned"] = pinned_alone(x, rank)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # torch's gloo threads abort now and then when a process exits by itself
@@ -595,6 +645,10 @@ def test_ranks_of_a_group_follow_one_plan(tmp_path):
     for one, other in ((0, 1), ("0, sharded", "1, sharded")):
         assert found[one] == found[other]
         assert found[one][1]["active"]
+    assert found["0, dropping"] == found["1, dropping"]
+    assert found["0, dropping"][2] < 7, "probes, though no two layouts were ever alike"
+    for rank in range(2):
+        assert "pin() and load_state_dict() with the same arguments" in found[f"{rank}, pinned"]
 
 
 @pytest.mark.gpu

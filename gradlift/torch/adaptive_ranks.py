@@ -29,6 +29,7 @@ from gradlift.plan import BINS
 from gradlift.torch import shared_probe
 from gradlift.torch.agreement import PLAN
 from gradlift.torch.distributed import Ranks
+from gradlift.torch.layer_probe import LayerProbe
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import capturing, moved_to
 from gradlift.torch.reductions import reduction_of
@@ -170,13 +171,19 @@ def with_sums(
     alike: bool,
     ranks: Ranks,
     device: torch.device,
-) -> Probe | None:
+) -> Probe:
     """The probe of all ranks with the sums that a rule goes by; ``shared`` gave ``whole``.
 
-    None where ranks saw different graphs: what they added up cannot be matched then.
+    Without them where ranks saw different graphs: what they added up cannot be matched then, and
+    the rule keeps its last exponents as far as nothing overflows.
     """
-    if not alike or mine is None:
-        return None
+    if not alike:
+        return whole
+    if mine is None:
+        # The others wait for it all the same; at the next step they learn that it was dropped.
+        for sums in LayerProbe.new_sums():
+            sums.agree(ranks.reduce_, len(layout.rows), device)
+        return whole
     counts = torch.zeros((len(mine.rows), BINS), dtype=torch.int64)
     counts[: len(layout.rows)] = torch.tensor(whole._bins(), dtype=torch.int64)
     shared_probe.hold(mine, counts)

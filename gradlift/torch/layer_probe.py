@@ -43,9 +43,14 @@ class LayerProbe(Probe):
         super().__init__()
         names = Names(model).of_module
         self._layers = {names[id(m)]: m for m in model.modules() if terms_of(m)}
-        self._gradients, self._weights = Sums(), Sums()
+        self._gradients, self._weights = self.new_sums()
         self._terms: dict[int, int] = {}
         self._classifies = False
+
+    @staticmethod
+    def new_sums() -> tuple[Sums, Sums]:
+        """Those of gradients and of weights, empty."""
+        return Sums(), Sums()
 
     @property
     def sums(self) -> tuple[Sums, ...]:
