@@ -15,12 +15,16 @@ from typing import Any
 
 from gradlift.bounds import ANY
 from gradlift.formats import Format, get
-from gradlift.potential import Component, Cut, Graph, Interval
+from gradlift.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph, Interval
 
 VERSION = 2
 
 # Formats whose range is float32's: whatever the exponents are, nothing is gained.
 _WIDE = ("bfloat16", "float32")
+
+# Where exponents of a plan can be once it was shifted: the loss's stays in range, and no two are
+# further apart than the range is wide.
+_SHIFTED = Interval(2 * MIN_EXPONENT - MAX_EXPONENT, 2 * MAX_EXPONENT - MIN_EXPONENT)
 
 
 @dataclass(frozen=True)
@@ -213,8 +217,8 @@ def _planned(data: Any, index: int) -> Planned:
     bounds = c["interval"]
     if len(bounds) != 2 or not all(type(b) is int for b in bounds):
         raise ValueError(f"{where}: interval must be two whole numbers, got {bounds!r}")
-    if c["exponent"] not in Interval(-126, 127):
-        raise ValueError(f"{where}: exponent {c['exponent']} is no exponent of a float32 scale")
+    if c["exponent"] not in _SHIFTED:
+        raise ValueError(f"{where}: exponent {c['exponent']} is none that a plan can have")
     for key in ("lost", "zeros"):
         if c[key] is not None and not 0.0 <= c[key] <= 1.0:
             raise ValueError(f"{where}: {key} must lie between 0 and 1, got {c[key]!r}")

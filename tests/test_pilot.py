@@ -174,6 +174,18 @@ def test_a_damaged_memory_is_refused_and_changes_nothing(missing):
     assert it.to_dict() == saved
 
 
+def test_a_plan_that_the_trend_has_moved_far_survives_too():
+    """Exponents near the upper end rise with the global one, beyond what would be planned."""
+    it = pilot()
+    it.saw(record(0, 0), 0, survey(histogram(-5), histogram(-110)))
+    for step in range(1, 200):
+        it.saw(record(step, it.plan.global_exponent, amax=-60), step)
+    assert max(it.plan.exponents) > 127
+    other = pilot()
+    other.load(json.loads(json.dumps(it.to_dict())))
+    assert other.plan == it.plan
+
+
 def test_surveys_survive_json():
     data = json.loads(json.dumps(survey(NEAR, None).to_dict()))
     assert Survey.from_dict(data) == survey(NEAR, None)
