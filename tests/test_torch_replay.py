@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, adaptive
+from gradlift.torch import AdaptiveGradScaler, adaptive, agreement
+from gradlift.torch.distributed import Ranks
 from gradlift.torch.replay import CapturedStep
 
 
@@ -113,6 +114,18 @@ def test_a_captured_step_is_heard_of(capture):
     assert not trainer.scaler.replayable
     assert trainer.scaler.get_scale() < before
     trainer.scaler.close()
+
+
+def test_ranks_that_differ_are_told_of_after_replays_too(capture):
+    trainer = settled()
+    capture(trainer)
+    scaler = trainer.scaler
+    scaler._ranks = Ranks((None,), (0, 1), 0)
+    scaler._evidence = torch.zeros(2, agreement.COLUMNS)
+    scaler._evidence[1, agreement.SCALE] = 8.0
+    with pytest.raises(RuntimeError, match="the scale differs between ranks"):
+        scaler.replayed()
+    scaler.close()
 
 
 def test_new_exponents_make_a_captured_step_stale(capture):

@@ -363,6 +363,7 @@ class AdaptiveGradScaler(AmongRanks):
             return
         if self._captured is None:
             raise RuntimeError("replayed() comes after the replay of a step captured with update()")
+        self._check_dispute()
         self._reactions.to(self._readback.tick(self._device_state("replayed")[1]), self)
         self._end_step(InFlight(self._captured.row), None)
         self._engine.write()
