@@ -77,6 +77,19 @@ def test_a_spike_in_a_float32_gradient_leaves_the_scale(way):
     check_spikes(Training(**way))
 
 
+def test_networks_that_train_in_turn_are_both_remembered():
+    model = nn.ModuleList([WithNorm(), WithNorm()])
+    scaler = AdaptiveGradScaler(model, "cpu")
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
+    for part, optimizer in zip(model, optimizers, strict=True):
+        scaler._engine.probe()
+        scaler.scale(part(X).pow(2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler._engine.wide == {f"{n}.norm.{p}" for n in range(2) for p in ("weight", "bias")}
+    scaler.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [w for w in WAYS if "fused" not in w or "max_norm" in w], ids=str)
 def test_on_a_gpu_too(way):

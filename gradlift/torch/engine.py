@@ -74,7 +74,8 @@ class Engine:
         self.unplanned = False
         """Whether a graph came along that the plan was not made for; a probe clears it."""
         self.wide: frozenset[str] = frozenset()
-        """Parameters whose gradients the last probe saw computed in float32, if not all were."""
+        """Parameters whose gradients the last probe that met them saw computed in float32, if not
+        all of its were."""
         self.linear = frozenset(linear)
         self._names = Names(model)
         self._pins: dict[str, int] = {}
@@ -423,8 +424,10 @@ class Engine:
         if self._probe is not None:
             named = {**self._names.of_parameter, **gathered_parameters(self.model, self._names)}
             self._probe.attach(found, keys, offsets, named, self._leaf_return)
-            if self._probe.wide != self.wide:
-                self.wide = self._probe.wide
+            # Networks that train in turn are met by different probes.
+            wide = self._probe.wide | (self.wide - self._probe.leaves)
+            if wide != self.wide:
+                self.wide = wide
             self._probe.attach_rounded(found, offsets, gate, self._marks.rounded)
 
     def _set_leaves(self, found: Walk, offsets: list[int], gate: Gate) -> None:

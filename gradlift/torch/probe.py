@@ -123,6 +123,11 @@ class Probe:
             return frozenset()
         return frozenset(key for key, wide in self._wide.items() if wide)
 
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Those that were met."""
+        return frozenset(self._wide)
+
     def attach_rounded(self, walk: Walk, offsets: list[int], gate: Gate, mark: str) -> None:
         """Gives what is rounded in the graph attached last a row for each component."""
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
