@@ -561,10 +561,9 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
     largest = model[0].weight.abs().max().item()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
-    pilot, surveys = run.scaler._pilot, []
-    choose = pilot._planned
-    pilot._planned = lambda record, now, survey: (
-        surveys.append(survey) or choose(record, now, survey)
+    surveys, saw = [], run.scaler._pilot.saw
+    run.scaler._pilot.saw = lambda record, now, survey=None, **rest: (
+        surveys.append(survey) or saw(record, now, survey, **rest)
     )
     run.steps(8)
     found = {p.name: p.weight for p in surveys[0].passages}
