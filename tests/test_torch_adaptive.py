@@ -343,6 +343,17 @@ def test_a_disabled_one_watches_nothing_whatever_it_is_given():
     run.scaler.close()
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_after_a_patient_scalers_state_the_first_overflow_lowers_the_scale(used):
+    run = Run(tanh_net(4), lr=0.0).steps(3 if used else 0)
+    run.scaler.load_state_dict(GradScaler("cpu", init_scale=2.0**10, hysteresis=3).state_dict())
+    run.loss = lambda model: loss_of(model) * 2.0**40
+    run.steps(1)
+    assert run.skipped == 1
+    assert run.scales[-1] <= 2.0**10 * BACKOFF
+    run.scaler.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"rule": "zhao2019"}, {"format": "float8_e5m2"}])
 def test_closed_it_is_a_plain_scaler_and_stays_one(options):
     torch.manual_seed(3)

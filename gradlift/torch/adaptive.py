@@ -522,6 +522,8 @@ class AdaptiveGradScaler(AmongRanks):
         super().load_state_dict(state_dict)
         low, high = min(before.min_scale, self._init_scale), max(before.max_scale, self._init_scale)
         self._policy = replace(before, min_scale=low, max_scale=high)
+        self._init_hysteresis_tracker = before.hysteresis
+        self._refill_counters()
         # What is on its way was seen at another scale.
         self._pending.clear()
         self._engine.take()
