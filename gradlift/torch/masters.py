@@ -49,6 +49,12 @@ class MasterWeights(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, optimizer: Optimizer, *, stochastic_rounding: bool = False) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                "MasterWeights wraps the optimizer of half-precision parameters, as in "
+                "MasterWeights(torch.optim.AdamW(model.parameters())), got "
+                f"{type(optimizer).__name__!r}"
+            )
         if any(optimizer.state.values()):
             raise ValueError(
                 f"{type(optimizer).__name__} has taken steps already: wrap it in MasterWeights "
