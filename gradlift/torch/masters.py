@@ -41,8 +41,8 @@ class MasterWeights(Optimizer):
 
     Args:
         optimizer: The optimizer of the half-precision parameters, before its first step.
-        stochastic_rounding: Keep no masters, and round bfloat16 parameters at random. Every
-            step then has to be one that ``Phase`` can serve.
+        stochastic_rounding: Keep no masters, and round bfloat16 parameters at random. For
+            torch's AdamW, Adam and SGD; a step that cannot be done so raises, with the reason.
     """
 
     # A scaler hands over scale and found_inf instead of dividing float16 gradients in place.
