@@ -117,9 +117,9 @@ def test_it_climbs_from_a_low_start_without_an_overflow_and_stays():
     run.scaler.close()
 
 
-@pytest.mark.parametrize("power", range(-16, 20, 4))
+@pytest.mark.parametrize("power", range(-16, 12, 4))
 def test_from_its_defaults_no_first_step_is_lost_to_gradients_of_any_usual_size(power):
-    """True gradients from 2**-21 to 2**14, and up to 2**15.9: what fp16 holds at a scale of 1."""
+    """True gradients up to 2**7.9: what fp16 holds at a scale of 2**8."""
     run = Run(tanh_net(4), loss=lambda m: loss_of(m) * 2.0**power, lr=0.0).steps(12)
     assert run.skipped == 0
     assert run.scales[0] == run.scales[-1], "found in the first step"
@@ -128,7 +128,7 @@ def test_from_its_defaults_no_first_step_is_lost_to_gradients_of_any_usual_size(
     run.scaler.close()
 
 
-@pytest.mark.parametrize(("power", "most"), [(24, 1), (28, 1), (34, 2)])
+@pytest.mark.parametrize(("power", "most"), [(16, 1), (24, 2), (28, 2), (34, 3)])
 def test_larger_ones_cost_a_step_or_two(power, most):
     run = Run(tanh_net(4), loss=lambda m: loss_of(m) * 2.0**power, lr=0.0).steps(12)
     assert 1 <= run.skipped <= most

@@ -84,7 +84,7 @@ class AdaptiveGradScaler(AmongRanks):
         tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
-        init_scale: the scale of the first step. At 1 true gradients from 2^-24 to 2^15 are in
+        init_scale: the scale of the first step. At 2^8 true gradients from 2^-32 to 2^7 are in
             sight, and the second step runs at the scale found in the first.
         layerwise: whether parts of the model may have exponents of their own.
         rule: how exponents are chosen: ``"range"``, or ``"zhao2019"`` for the paper's formula
@@ -107,7 +107,7 @@ class AdaptiveGradScaler(AmongRanks):
         tolerance: float = 1e-3,
         headroom: int = 3,
         interval: int | None = None,
-        init_scale: float = 1.0,
+        init_scale: float = 2.0**8,
         layerwise: bool = True,
         rule: str | Zhao2019 = "range",
         emulate: bool | str = False,
