@@ -7,7 +7,7 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      low  = format's smallest exponent - smallest gradient that must be kept
                      out of sight below: raise towards high, ask for another probe
                      out of sight above: lower, ask for another probe
-    all of them:     where one exponent would serve with a bit or two less of headroom, it does
+    all of them:     where one exponent would serve with a bit less of headroom, it does
     exponents:       the last ones, while they lie in their intervals and little would be gained;
                      otherwise those with the fewest active cuts, see ``potential``
                      (rule "zhao2019": those that the paper's formula gives, see ``carried``)
@@ -58,8 +58,9 @@ __all__ = [
 
 
 # Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
-# multiplication in every step, and between probes the exponent follows the gradients anyway.
-SPARED = 2
+# multiplication in every step, and between probes the exponent follows the gradients anyway. With
+# two of them a quantised network skipped a step that it need not have skipped.
+SPARED = 1
 
 
 def choose(

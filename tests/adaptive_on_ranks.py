@@ -517,7 +517,7 @@ def refusal():
 
 
 def traffic(rank, world):
-    """(collectives, bytes of the largest) of every step, and whether its turn brought a probe."""
+    """For every step, the probes that were taken in, and the bytes of each collective."""
     sent, real = [], (dist.all_reduce, dist.all_gather_object)
 
     def counted(tensor, *args, **kwargs):
@@ -533,18 +533,19 @@ def traffic(rank, world):
     outer = DistributedDataParallel(model)
     scaler = AdaptiveGradScaler(outer, "cpu", interval=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    counts = []
+    counts, heeded, heed = [], [], scaler._heed
+    scaler._heed = lambda pending: (heeded.append(pending.probed), heed(pending))[1]
     dist.all_reduce, dist.all_gather_object = counted, counted_objects
     try:
         for _ in range(14):
             sent.clear()
+            heeded.clear()
             with torch.autocast("cpu", torch.float16):
                 out = outer(torch.ones(4, 8))
             scaler.scale(out.float().sum()).backward()
-            due = len(scaler._pending) == 2 and scaler._pending[0].probed
             scaler.step(optimizer, max_norm=1.0)
             scaler.update()
-            counts.append((due, list(sent)))
+            counts.append((sum(heeded), list(sent)))
     finally:
         dist.all_reduce, dist.all_gather_object = real
     scaler.close()

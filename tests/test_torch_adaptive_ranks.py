@@ -79,15 +79,14 @@ def test_all_ranks_hold_one_plan_at_every_step(results, kind):
     runs = [result[kind]["states"] for result in results]
     equal_at_every_step(runs)
     plans = [state["gradlift_adaptive"]["pilot"]["plan"] for state in runs[0]]
-    assert plans[1] is None
-    assert plans[2] is not None
+    assert plans[0] is not None
     assert len({str(plan) for plan in plans}) > 3
     assert len(plans[-1]["active"]) >= 1
-    # A probe of step 0 is adopted at the end of step 2, and acts in step 3, on every rank.
+    # The first probe is waited for, and acts in step 1, on every rank.
     for result in results:
         active = [count for _, count in result[kind]["active"]]
-        assert active[:3] == [0, 0, 0]
-        assert active[3] >= 1 or kind == "drop"
+        assert active[0] == 0
+        assert active[1] >= 1 or kind == "drop"
         assert all(neutral is None or kind == "drop" for neutral, _ in result[kind]["active"])
 
 
@@ -131,9 +130,12 @@ def test_a_graph_that_one_rank_alone_has_makes_all_of_them_probe(results):
     neutral = [[reason for reason, _ in result["odd"]["active"]] for result in results]
     assert all(reason is None for reasons in neutral[:-1] for reason in reasons)
     assert "layers.3@2" in neutral[-1][30]
-    # Told at step 30, heard at the end of 32, probed in 33, adopted at the end of 35.
-    assert [step for step, reason in enumerate(neutral[-1]) if reason] == list(range(30, 36))
-    assert known.index(True) == 35
+    # Told at step 30, heard at the end of 32, probed in 33, adopted at the end of 35, or before
+    # where the ranks were waiting for probes anyway.
+    adopted = known.index(True)
+    assert 31 <= adopted <= 35
+    lost = [step for step, reason in enumerate(neutral[-1]) if reason]
+    assert lost == list(range(30, adopted + 1))
 
 
 def test_room_is_left_for_a_sum_over_ranks_in_float16(results):
@@ -210,7 +212,7 @@ def test_one_small_message_a_step_and_one_a_probe(results):
         for due, sent in result["traffic"]:
             assert len(sent) == 1 + due
             assert 0 < sent[0] <= 128 * len(results)
-            assert not due or 0 < sent[1] < 8192
+            assert all(0 < more < 8192 for more in sent[1:])
 
 
 def test_fewer_ranks_go_on_with_scale_and_plan(ranks):

@@ -560,10 +560,13 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
     largest = model[0].weight.abs().max().item()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
-    run.steps(1)
-    found = {p.name: p.weight for p in run.scaler._pending[0].survey(8).passages}
+    surveys, saw = [], run.scaler._pilot.saw
+    run.scaler._pilot.saw = lambda record, now, survey=None, **rest: (
+        surveys.append(survey) or saw(record, now, survey, **rest)
+    )
+    run.steps(8)
+    found = {p.name: p.weight for p in surveys[0].passages}
     assert found["0"].largest == largest
-    run.steps(7)
     assert run.scaler.plan is not None
     return run.scales, run.scaler.plan.to_dict()
 
