@@ -28,7 +28,6 @@ if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tr
     sys.path.insert(0, str(ROOT))
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler  # noqa: E402
-from gradlift.torch.adaptive import DELAY  # noqa: E402
 
 STEPS = 24
 
@@ -123,8 +122,7 @@ def measure(case: Case) -> dict[str, list[list[int]]]:
     inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(STEPS):
         case.optimizer.zero_grad()
-        pending = getattr(case.scaler, "_pending", ())
-        due = len(pending) == DELAY and pending[0].probed
+        probe_under_way = waits_for_a_probe(case.scaler) or getattr(case.scaler, "probing", False)
         with torch.autocast("cpu", torch.float16):
             output = case.model(inputs)
         loss = output.float().square().mean()
@@ -134,8 +132,14 @@ def measure(case: Case) -> dict[str, list[list[int]]]:
         with Traffic() as after:
             case.scaler.step(case.optimizer, max_norm=case.max_norm)
             case.scaler.update()
-        found[special if due else usual].append(before.sizes + after.sizes)
+        # A probe is taken in DELAY steps later, and at once while the first scale is looked for.
+        taken_in = probe_under_way and not waits_for_a_probe(case.scaler)
+        found[special if taken_in else usual].append(before.sizes + after.sizes)
     return found
+
+
+def waits_for_a_probe(scaler: GradScaler) -> bool:
+    return any(pending.probed for pending in getattr(scaler, "_pending", ()))
 
 
 def rows_of(layout: str, found: dict[str, list[list[int]]]) -> list[Row]:

@@ -1,7 +1,9 @@
 """Loss scaling for low-precision training.
 
 Importing this package imports no framework. The scalers live beside their framework:
-``gradlift.torch`` for PyTorch.
+``gradlift.torch`` for PyTorch, ``gradlift.jax``, ``gradlift.keras``, ``gradlift.mxnet``;
+``gradlift.apex`` runs scripts written for Apex, and ``gradlift.integrations`` has Lightning,
+Accelerate and transformers.
 """
 
 from gradlift.policy import Dynamic, ScaleState, Static, update

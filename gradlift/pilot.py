@@ -293,6 +293,7 @@ class Pilot:
         """All that it remembers, in primitives."""
         return {
             "rule": name_of(self.rule),
+            "format": self.format.name,
             "plan": self.plan and self.plan.to_dict(),
             "next_probe": self.next_probe,
             "limit": self._limit,
@@ -332,9 +333,19 @@ class Pilot:
         self._offsets = offsets
 
     def check(self, data: Any) -> None:
-        """Refuses a state of another rule; those from before there was a choice are range's."""
-        if isinstance(data, Mapping):
-            check_same(data.get("rule", "range"), self.rule)
+        """Refuses a state of another rule, or of another format: its exponents would not fit.
+
+        Those from before there was a choice of rules are range's.
+        """
+        if not isinstance(data, Mapping):
+            return
+        check_same(data.get("rule", "range"), self.rule)
+        own, saved = self.format.name, data.get("format", self.format.name)
+        if saved != own:
+            raise ValueError(
+                f"the state was saved with format={saved!r} and this scaler has format={own!r}: "
+                f"make the scaler with format={saved!r}, or leave its state out"
+            )
 
 
 def _depths(graph: Graph) -> dict[int, int]:

@@ -136,7 +136,12 @@ def _check(
         raise ValueError(f"{count} components need as many histograms, got {len(histograms)}")
     if forecast is not None and len(forecast) != count:
         raise ValueError(f"{count} components need as many forecasts, got {len(forecast)}")
-    if not 0.0 <= tolerance < 1.0:
+    check_limits(tolerance, headroom)
+
+
+def check_limits(tolerance: float, headroom: int) -> None:
+    """Refuses a tolerance that is no fraction, and a headroom that is no number of bits."""
+    if not isinstance(tolerance, (int, float)) or not 0.0 <= tolerance < 1.0:
         raise ValueError(f"tolerance is a fraction from 0 to below 1, got {tolerance!r}")
     if isinstance(headroom, bool) or not isinstance(headroom, int) or not 0 <= headroom <= 15:
         raise ValueError(f"headroom is a whole number of bits from 0 to 15, got {headroom!r}")

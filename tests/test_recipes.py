@@ -56,6 +56,14 @@ def test_plain():
     assert numbers(text, r"resumed at scale 2\*\*(\d+)")[0] < 24
 
 
+def test_adaptive():
+    text = start("recipe_adaptive.py")
+    assert numbers(text, r"one scale: (\d+) of 61")[0] > 10
+    assert "adaptive: 0 of 61 layers" in text
+    assert numbers(text, r"skipped (\d+) of 20")[0] <= 2
+    assert re.search(r"times 2\^\d+; \d+ needs 2\^\d+", text)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU is not two ranks")
 def test_ddp():
     text = start("recipe_ddp.py", ranks=2)

@@ -1,5 +1,9 @@
 """PyTorch: ``GradScaler``, a drop-in replacement for ``torch.amp.GradScaler``, and
-``AdaptiveGradScaler``, which finds its scale from the gradients."""
+``AdaptiveGradScaler``, which finds its scale from the gradients; ``MasterWeights`` for
+half-precision parameters, and ``diagnose``.
+
+Imported from where they are: ``gradlift.torch.replay.CapturedStep`` (an adaptive step as a CUDA
+graph), ``gradlift.torch.join.UnevenInputs`` (ranks with different numbers of batches)."""
 
 try:
     import torch as _torch  # noqa: F401

@@ -31,7 +31,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.formats import get
 from gradlift.pilot import Pilot, Record, Survey
-from gradlift.plan import Plan
+from gradlift.plan import Plan, check_limits
 from gradlift.policy import Dynamic
 from gradlift.telemetry import ModuleRecord
 from gradlift.torch import checkpoint, fused, grads
@@ -119,6 +119,8 @@ class AdaptiveGradScaler(AmongRanks):
         process_group: Any = None,
     ) -> None:
         _check_arguments(model, interval, init_scale, rule)
+        check_limits(tolerance, headroom)
+        linear = _checked_functions(linear)
         emulation.check(get(format), emulate)
         policy = Dynamic(
             init_scale=init_scale,
@@ -193,6 +195,8 @@ class AdaptiveGradScaler(AmongRanks):
         Returns:
             A handle whose ``remove()`` ends it.
         """
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"stage() takes the stage's module, got {module!r}")
         engine = self._engine
         self.mark_own(module.parameters())
         return module.register_forward_hook(lambda _, args, output: engine.arm(output))
@@ -647,12 +651,25 @@ def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engin
 def _check_arguments(model: Any, interval: Any, init_scale: float, rule: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"AdaptiveGradScaler needs the model that is trained, an nn.Module, got {model!r}"
+            "AdaptiveGradScaler needs the model that is trained, an nn.Module, as its first "
+            f"argument, got {model if isinstance(model, str) else type(model).__name__!r}"
         )
     if interval is not None and (
         isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
     ):
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
-    if math.frexp(init_scale)[0] != 0.5:
+    if not isinstance(init_scale, (int, float)) or math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
     resolve(rule)
+
+
+def _checked_functions(linear: Any) -> tuple[type, ...]:
+    """The user's autograd Functions; a name or a module there would hold for nothing."""
+    functions = tuple(linear) if isinstance(linear, Iterable) else (linear,)
+    for function in functions:
+        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+            raise ValueError(
+                "linear must name subclasses of torch.autograd.Function, as in "
+                f"linear=[MyFunction], got {function!r}"
+            )
+    return functions

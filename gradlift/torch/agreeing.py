@@ -62,7 +62,14 @@ class Agreeing(Remembering):
             copies: The group or ``DeviceMesh`` whose ranks hold copies of them nevertheless, such
                 as the data-parallel ranks of one stage; a DTensor's own mesh need not be named.
         """
-        self._spread.mark(parameters, copies)
+        found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
+        for param in found:
+            if not isinstance(param, Tensor):
+                raise ValueError(
+                    "mark_own takes parameters, as in mark_own(module.parameters()), got "
+                    f"{type(param).__name__!r} among them"
+                )
+        self._spread.mark(found, copies)
 
     # Whom to ask.
 

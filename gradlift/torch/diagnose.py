@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradlift.diagnosis import FORMATS, Diagnosis, Gradient, Output, best_exponent
 from gradlift.formats import round_to
 from gradlift.histogram import BINS, Histogram
+from gradlift.plan import check_limits
 from gradlift.torch.engine import is_compiled, is_foreign_pass, tensors_in
 from gradlift.torch.names import Names
 from gradlift.torch.probe import _dense, count_exponents
@@ -242,15 +243,15 @@ def _check(model: Any, batches: Any, tolerance: Any, headroom: Any) -> None:
                 f"parameter {name!r} is {parameter.dtype}: diagnose needs exact gradients; give "
                 "it copy.deepcopy(model).float()"
             )
-    if not 0.0 <= tolerance < 1.0:
-        raise ValueError(f"tolerance is a fraction from 0 to below 1, got {tolerance!r}")
-    if isinstance(headroom, bool) or not isinstance(headroom, int) or not 0 <= headroom <= 15:
-        raise ValueError(f"headroom is a whole number of bits from 0 to 15, got {headroom!r}")
+    check_limits(tolerance, headroom)
 
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"one of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
         raise ValueError(
             "loss_fn(model, batch) must return a tensor with one element that depends on the "
-            f"model's parameters, got {loss!r}"
+            f"model's parameters, got {got}"
         )

@@ -81,6 +81,11 @@ def of(process_group: Any) -> Ranks | None:
             "process_group is one that this rank is no member of: make the scaler with the group "
             "that its own optimizer's ranks form"
         )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            "process_group must be a group, such as torch.distributed.group.WORLD, or a "
+            f"DeviceMesh, got {process_group!r}"
+        )
     members = tuple(dist.get_process_group_ranks(process_group))
     return Ranks((process_group,), members, members.index(dist.get_rank()))
 

@@ -386,7 +386,7 @@ class Engine:
     def _assign(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
         self.active, self.neutral = (), None
         if not found.cuts and not self._owns_a_leaf(found):
-            self._say("the loss does not come from the watched model")
+            self._say("the loss does not come from the watched model, the one given to the scaler")
         if _differentiated(found):
             self.neutral = DIFFERENTIATED
             assignment = Assignment([0] * found.components)

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from gradlift.torch.readback import moved_to
 
-FP16_REFUSED = "Attempting to unscale FP16 gradients."
+# torch's sentence, and what to do.
+FP16_REFUSED = (
+    "Attempting to unscale FP16 gradients. Keep float32 parameters and autocast, or wrap the "
+    "optimizer in gradlift.torch.MasterWeights; GradScaler(allow_fp16_grads=True) goes without"
+)
 
 Key = tuple[torch.device, torch.dtype]
 

@@ -34,8 +34,19 @@ class UnevenInputs(Joinable):
 
     def __init__(self, scaler: GradScaler, *optimizers: torch.optim.Optimizer) -> None:
         super().__init__()
+        if not isinstance(scaler, GradScaler):
+            raise ValueError(
+                "UnevenInputs(scaler, optimizer, ...) needs a gradlift.torch.GradScaler first, got "
+                f"{type(scaler).__module__}.{type(scaler).__name__}"
+            )
         if not optimizers:
             raise ValueError("name the optimizers that step with this scaler, in their order")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ValueError(
+                    "UnevenInputs(scaler, first, second, ...) takes optimizers one by one, got "
+                    f"{type(optimizer).__name__!r} among them"
+                )
         if scaler._process_group is None:
             raise ValueError(
                 "the scaler has no process_group, so its ranks decide alone and a rank without "

@@ -41,14 +41,20 @@ class MasterWeights(Optimizer):
 
     Args:
         optimizer: The optimizer of the half-precision parameters, before its first step.
-        stochastic_rounding: Keep no masters, and round bfloat16 parameters at random. Every
-            step then has to be one that ``Phase`` can serve.
+        stochastic_rounding: Keep no masters, and round bfloat16 parameters at random. For
+            torch's AdamW, Adam and SGD; a step that cannot be done so raises, with the reason.
     """
 
     # A scaler hands over scale and found_inf instead of dividing float16 gradients in place.
     _step_supports_amp_scaling = True
 
     def __init__(self, optimizer: Optimizer, *, stochastic_rounding: bool = False) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                "MasterWeights wraps the optimizer of half-precision parameters, as in "
+                "MasterWeights(torch.optim.AdamW(model.parameters())), got "
+                f"{type(optimizer).__name__!r}"
+            )
         if any(optimizer.state.values()):
             raise ValueError(
                 f"{type(optimizer).__name__} has taken steps already: wrap it in MasterWeights "

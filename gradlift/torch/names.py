@@ -54,12 +54,16 @@ class Names:
         if name in self._known:
             return self._known[name]
         close = difflib.get_close_matches(str(name), self._known, n=3)
-        hint = f"; close matches: {', '.join(map(repr, close))}" if close else ""
+        hint = f"; close matches: {', '.join(map(repr, close))}"
+        if not close:
+            hint = "; names are those of model.named_modules()"
         raise ValueError(f"the model has no module named {name!r}{hint}")
 
 
 def check_offsets(offsets: Mapping[str, int], limit: int) -> None:
     """Refuses what is not a whole number within ``limit``."""
+    if not isinstance(offsets, Mapping):
+        raise ValueError(f"pins are a dict of module names and offsets, got {offsets!r}")
     for name, offset in offsets.items():
         if isinstance(offset, bool) or not isinstance(offset, int):
             raise ValueError(f"the offset of {name!r} must be a whole number, got {offset!r}")

@@ -45,6 +45,7 @@ class CapturedStep:
     """
 
     def __init__(self, scaler: AdaptiveGradScaler, step: Callable[[], Any]) -> None:
+        _check(scaler, step)
         self.replays = 0
         """How many calls were replays."""
         self._scaler, self._step = scaler, step
@@ -82,3 +83,15 @@ class CapturedStep:
             result = self._step()
         current.wait_stream(self._side)
         return result
+
+
+def _check(scaler: Any, step: Any) -> None:
+    if not isinstance(getattr(type(scaler), "replayable", None), property):
+        raise ValueError(
+            f"CapturedStep is for an AdaptiveGradScaler, got {type(scaler).__name__!r}: a step of "
+            "a plain GradScaler never changes, capture it once with torch.cuda.graph"
+        )
+    if not callable(step):
+        raise ValueError(f"step must be a function of no arguments, got {step!r}")
+    if not torch.cuda.is_available():
+        raise RuntimeError("CapturedStep needs a CUDA device; without one call the step itself")

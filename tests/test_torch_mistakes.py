@@ -1,0 +1,134 @@
+"""A user's first mistakes: each is refused where it is made, with the value and what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradlift.pilot import Pilot
+from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights, diagnose
+from gradlift.torch.join import UnevenInputs
+from gradlift.torch.replay import CapturedStep
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adaptive(**settings):
+    return AdaptiveGradScaler(network(), "cpu", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rule": "zhao"}, "'range', 'zhao2019'.*got 'zhao'"),
+        ({"emulate": True}, "emulate=True.*format is 'float16': take 'float8_e4m3fn'"),
+        ({"emulate": "random", "format": "float8_e5m2"}, "'stochastic', got 'random'"),
+        ({"format": "fp16"}, "unknown format 'fp16'.*'float16'"),
+        ({"tolerance": 2}, "tolerance is a fraction.*got 2"),
+        ({"tolerance": "1e-3"}, "tolerance is a fraction.*got '1e-3'"),
+        ({"headroom": -1}, "headroom is a whole number of bits.*got -1"),
+        ({"init_scale": "auto"}, "init_scale must be a power of two, got 'auto'"),
+        ({"process_group": "nccl"}, "a group.*or a DeviceMesh, got 'nccl'"),
+        ({"linear": [nn.Linear]}, r"linear=\[MyFunction\], got .*Linear"),
+        ({"linear": ["MyFunction"]}, "autograd.Function.*got 'MyFunction'"),
+    ],
+)
+def test_settings(settings, said):
+    with pytest.raises(ValueError, match=said):
+        adaptive(**settings)
+
+
+def test_one_linear_function_needs_no_list():
+    class Double(torch.autograd.Function): ...
+
+    assert adaptive(linear=Double)._engine.linear == {Double}
+
+
+def test_not_a_model():
+    with pytest.raises(ValueError, match="as its first argument, got 'cuda'"):
+        AdaptiveGradScaler("cuda")
+    with pytest.raises(ValueError, match=r"got 'SGD'$"):  # and not its many lines
+        AdaptiveGradScaler(sgd(network()), "cpu")
+
+
+def test_process_group():
+    with pytest.raises(ValueError, match=r"a group.*or a DeviceMesh, got 2"):
+        GradScaler("cpu", process_group=2)
+
+
+def test_pins():
+    with pytest.raises(ValueError, match="no module named 'head'; names are those of"):
+        adaptive().pin({"head": 3})
+    with pytest.raises(ValueError, match=r"a dict of module names and offsets, got \['0'\]"):
+        adaptive().pin(["0"])
+
+
+def test_stage_and_own_parameters():
+    with pytest.raises(ValueError, match="the stage's module, got '0'"):
+        adaptive().stage("0")
+    with pytest.raises(ValueError, match=r"mark_own\(module.parameters\(\)\), got 'Linear'"):
+        GradScaler("cpu").mark_own(network())
+
+
+def test_one_parameter_is_marked_as_a_whole():
+    scaler, model = GradScaler("cpu"), network()
+    scaler.mark_own(model[0].weight)
+    assert scaler._spread.marked(model[0].weight)
+
+
+def test_captured_step():
+    with pytest.raises(ValueError, match="for an AdaptiveGradScaler, got 'GradScaler'"):
+        CapturedStep(GradScaler("cpu"), lambda: None)
+    with pytest.raises(ValueError, match="a function of no arguments, got 3"):
+        CapturedStep(adaptive(), 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_captured_step_without_a_gpu():
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        CapturedStep(adaptive(), lambda: None)
+
+
+def test_uneven_inputs():
+    optimizer = sgd(network())
+    with pytest.raises(ValueError, match=r"gradlift.*first, got torch\.amp\.grad_scaler"):
+        UnevenInputs(torch.amp.GradScaler("cpu"), optimizer)
+    with pytest.raises(ValueError, match="optimizers one by one, got 'list'"):
+        UnevenInputs(GradScaler("cpu"), [optimizer])
+
+
+def test_master_weights():
+    with pytest.raises(ValueError, match=r"wraps the optimizer.*got 'generator'"):
+        MasterWeights(network().parameters())
+
+
+def test_half_precision_parameters_without_masters():
+    model = network().half()
+    optimizer, scaler = sgd(model), AdaptiveGradScaler(model, "cpu")
+    scaler.scale(model(torch.ones(2, 4, dtype=torch.float16)).float().sum()).backward()
+    with pytest.raises(ValueError, match=r"unscale FP16 gradients\. .*MasterWeights"):
+        scaler.step(optimizer)
+
+
+def test_diagnose_with_a_loss_of_many_elements():
+    with pytest.raises(ValueError, match=r"got one of shape \(3, 1\), requires_grad=True"):
+        diagnose(network(), lambda model, batch: model(batch), [torch.ones(3, 4)])
+
+
+def test_a_state_of_another_format():
+    saved = adaptive().state_dict()
+    other = adaptive(format="float8_e5m2")
+    with pytest.raises(ValueError, match=r"saved with format='float16'.*has format='float8_e5m2'"):
+        other.load_state_dict(saved)
+    assert other.plan is None
+
+
+def test_a_state_from_before_its_format_was_kept():
+    saved = Pilot("float16", 1e-3, 3).to_dict()
+    del saved["format"]
+    Pilot("float8_e5m2", 1e-3, 3).load(saved)
