@@ -512,7 +512,7 @@ def test_a_loss_from_another_model_is_said_once():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"nn.Module, got 3"):
+    with pytest.raises(ValueError, match=r"nn.Module, as its first argument, got 'int'"):
         AdaptiveGradScaler(3)
     for options in ({"interval": 0}, {"init_scale": 3.0}, {"rule": "magic"}, {"emulate": True}):
         with pytest.raises(ValueError, match=next(iter(options))):
