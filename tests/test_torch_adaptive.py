@@ -602,3 +602,11 @@ def test_on_a_gpu_it_plans_without_waiting_for_the_device():
     assert scaler.neutral is None
     assert scaler._engine.active
     scaler.close()
+
+
+def test_a_plain_scaler_says_whose_state_it_was_given():
+    scaler = AdaptiveGradScaler(tanh_net(2), "cpu")
+    state = scaler.state_dict()
+    scaler.close()
+    with pytest.raises(ValueError, match="an AdaptiveGradScaler's: load it into one"):
+        GradScaler("cpu").load_state_dict(state)

@@ -123,7 +123,10 @@ def _check_keys(state: dict, needed: tuple, optional: tuple, where: str) -> None
         raise ValueError(f"{where} lacks {missing}; it must have {list(needed)}")
     foreign = [key for key in state if key not in needed and key not in optional]
     if foreign:
-        raise ValueError(f"{where} has keys that no scaler writes: {foreign}")
+        advice = ""
+        if "gradlift_adaptive" in foreign:
+            advice = "; it is an AdaptiveGradScaler's: load it into one, or update() with its scale"
+        raise ValueError(f"{where} has keys that this scaler does not know: {foreign}{advice}")
 
 
 def _number(state: dict, key: str, low: float, high: float, where: str = "state_dict") -> float:
