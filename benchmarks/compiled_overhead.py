@@ -173,6 +173,7 @@ def probe(trainer: Trainer, batches: Sequence[Batch]) -> Any:
 
 def measure(workload: Workload, device: torch.device) -> Result:
     """Build all variants, let them compile and settle, and time them in turns."""
+    torch._dynamo.reset()  # or what this process compiled before is found, and not counted
     counters.clear()
     model = build_gpt(workload.size, device)
     batches = random_batches(workload.size, workload.rows, 8, device)
