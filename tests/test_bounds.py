@@ -2,9 +2,10 @@
 
 import pytest
 
-from gradlift.bounds import FLUSHED_ZEROS, LOWEST_OCTAVE, judge
+from gradlift.bounds import FLUSHED_ZEROS, LOWEST_OCTAVE, Bounds, judge
 from gradlift.formats import get
 from gradlift.histogram import Histogram
+from gradlift.potential import Interval
 
 FP16 = get("float16")
 
@@ -44,3 +45,10 @@ def test_zeros_that_no_tail_explains_are_zeros(counts, zeros):
 
 def test_much_mass_in_the_lowest_octave_is_still_the_first_thing_seen():
     assert look({**BULK, -24: 50}, zeros=4).unseen == LOWEST_OCTAVE
+
+
+def test_an_upper_end_is_raised_out_of_what_is_reserved_first():
+    bounds = Bounds(Interval(0, 5), reserved=3)
+    assert bounds.raised(4) == bounds
+    assert bounds.raised(7) == Bounds(Interval(0, 7), reserved=1)
+    assert bounds.raised(9) == Bounds(Interval(0, 9), reserved=0)

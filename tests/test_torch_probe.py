@@ -351,3 +351,30 @@ def test_passes_that_are_not_armed_are_not_recorded():
     loss.backward()
     assert engine.take().empty
     engine.close()
+
+
+def test_the_gradient_of_a_float32_loss_bounds_nothing():
+    """A model that returns its loss: the 1 that comes in is in float32, all it makes in float16."""
+
+    class Judged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 16)
+
+        def forward(self, x, y):
+            with torch.autocast("cpu", torch.float16):
+                logits = self.linear(x)
+            return nn.functional.cross_entropy(logits.float(), y)
+
+    x, y = torch.randn(64, 8), torch.randint(16, (64,))
+    probe = probe_of(Judged(), lambda m: m(x, y))
+    assert probe.tensors(10)[""].peak == 0
+    survey = probe.survey(10)
+    (judged,) = (
+        histogram
+        for component, histogram in zip(survey.graph.components, survey.histograms, strict=True)
+        if "" in component.modules
+    )
+    # The largest gradient of a logit is one row's share, 1/64.
+    assert judged.peak < -5
+    assert choose(survey.graph, survey.histograms).global_exponent > 12

@@ -222,3 +222,14 @@ def test_float16_leaves_keep_all_that_was_counted():
     counts = torch.zeros(1, BINS, dtype=torch.int64)
     counts[0, [0, 103, 120, 142, 255]] = torch.tensor([3, 1, 7, 2, 5])
     assert torch.equal(unpack(layout, pack(layout, counts) * 2), counts * 2)
+
+
+def test_what_is_computed_in_float32_is_known_on_all_ranks_and_needs_all_of_them():
+    layouts = [Layout.of(probe) for probe in rank_probes(2, True)]
+    one = replace(layouts[0], wide=("layers.1.weight",))
+    named = {row.key for row in one.rows if row.upstream is None}
+    assert "layers.1.weight" in named
+    assert one.digest() != replace(one, wide=()).digest()
+    assert merged([(one, []), (one, [])]).wide == {"layers.1.weight"}
+    # Narrow on one rank is narrow.
+    assert merged([(one, []), (replace(one, wide=()), [])]).wide == set()
