@@ -19,29 +19,23 @@ and once without any. Printed for each:
 
     PYTHONPATH=. python3 benchmarks/zhao2019.py                      minutes on a CPU
     PYTHONPATH=. python3 benchmarks/zhao2019.py --device cuda --json zhao2019.json
+    PYTHONPATH=. python3 benchmarks/zhao2019.py --quick              half a minute on a CPU
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.runs import (  # noqa: E402
+from benchmarks.command import Command, begin, save
+from benchmarks.runs import (
     KINDS,
     Batch,
     Run,
@@ -53,18 +47,10 @@ from benchmarks.runs import (  # noqa: E402
     scenes,
     sgd,
 )
-from benchmarks.turns import (  # noqa: E402
-    Ratio,
-    check_device,
-    check_target,
-    compare,
-    find_environment,
-    take_turns,
-    time_block,
-)
-from benchmarks.wasted_steps import Training, total  # noqa: E402
-from gradlift.torch import AdaptiveGradScaler  # noqa: E402
-from gradlift.zhao2019 import Zhao2019  # noqa: E402
+from benchmarks.turns import Ratio, compare, hold_probes, take_turns, time_block, time_probes
+from benchmarks.wasted_steps import Training, total
+from gradlift.torch import AdaptiveGradScaler
+from gradlift.zhao2019 import Zhao2019
 
 WAYS: dict[str, Any] = {
     "torch": None,
@@ -223,7 +209,7 @@ class Trainer(Training):
     def hold_probes(self) -> None:
         """No probe of its own any more."""
         if isinstance(self.scaler, AdaptiveGradScaler):
-            self.scaler._pilot.next_probe = 2**40
+            hold_probes(self.scaler)
 
 
 class Turn:
@@ -237,20 +223,12 @@ class Turn:
         self.trainer.take()
 
 
-def time_probes(trainer: Trainer, effort: Effort, device: torch.device) -> float | None:
+def time_a_probe(trainer: Trainer, effort: Effort, device: torch.device) -> float | None:
     """Seconds that a probe adds to its step; None where there is none."""
-    if not isinstance(trainer.scaler, AdaptiveGradScaler):
+    scaler = trainer.scaler
+    if not isinstance(scaler, AdaptiveGradScaler):
         return None
-    costs = []
-    for number in range(effort.probes):
-        taken = {}
-        # Which comes first changes, so that a drifting clock favours neither.
-        for probed in (False, True) if number % 2 else (True, False):
-            if probed:
-                trainer.scaler._engine.probe()
-            taken[probed], _ = time_block(Turn(trainer), (), effort.block, device)
-            trainer.hold_probes()
-        costs.append((taken[True] - taken[False]) * effort.block)
+    costs = time_probes(Turn(trainer), scaler, (), effort.block, effort.probes, device)
     return statistics.median(costs)
 
 
@@ -286,7 +264,7 @@ def outcome(
     worst, share = trainer.flushed.worst
     plan = getattr(trainer.scaler, "plan", None)
     skipped = trainer.steps - trainer.taken
-    probe = time_probes(trainer, effort, device)
+    probe = time_a_probe(trainer, effort, device)
     return Outcome(
         net=run.name,
         way=way,
@@ -317,28 +295,15 @@ def describe(outcome: Outcome) -> str:
     )
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a mistake ends the program before anything is built."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number here as well")
-    arguments = parser.parse_args(argv)
-    arguments.device = check_device(parser, arguments.device)
-    check_target(parser, arguments.json)
-    return arguments
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure everything and print the table."""
-    arguments = parse_arguments(argv)
+    parser = Command(__doc__)
+    parser.add_device()
+    parser.add_quick("a few steps, to see that it runs")
+    parser.add_json()
+    arguments = parser.parse_args(argv)
     device: torch.device = arguments.device
-    if device.type == "cpu":  # threads would wait for each other longer than they work
-        torch.set_num_threads(1)
-    environment = find_environment(device)
-    print("\n".join(f"{key:9} {value}" for key, value in environment.items()), end="\n\n")
+    environment = begin(device, one_thread=device.type == "cpu")
     print(HEADER, flush=True)
     outcomes: list[Outcome] = []
     for run in NETS:
@@ -347,9 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(map(describe, found)))
         plans = [f"  {o.way}: {o.plan}; worst: {o.worst}" for o in found if o.plan]
         print("\n".join(plans), flush=True)
-    if arguments.json is not None:
-        record = {"environment": environment, "outcomes": [asdict(o) for o in outcomes]}
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    save(arguments.json, environment, outcomes=outcomes)
 
 
 if __name__ == "__main__":
