@@ -20,15 +20,17 @@ plus that cost, spread over the interval and divided by the time of a step with 
 The plan is printed with the numbers: the bars are for models that one exponent serves, where no
 cut is active.
 
-    PYTHONPATH=. python3 benchmarks/adaptive_overhead.py --json adaptive.json    minutes on an H200
-    PYTHONPATH=. python3 benchmarks/adaptive_overhead.py --quick                 seconds on a CPU
+    PYTHONPATH=. python3 benchmarks/adaptive_overhead.py             minutes on an H200
+    PYTHONPATH=. python3 benchmarks/adaptive_overhead.py --quick     a tiny GPT: seconds on a CPU
+    PYTHONPATH=. python3 benchmarks/adaptive_overhead.py --json adaptive.json
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,21 +38,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import Command, begin, save
+from benchmarks import turns
+from benchmarks.command import Command
 from benchmarks.models import GPT, GPT_124M, GPT_LAUNCH_BOUND, GPT_TINY, Batch
-from benchmarks.overhead import LEGEND, Trainer, build_scaler, build_trainers, judge, show, skips
+from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, judge, report, skips
 from benchmarks.overhead import Workload as Timed
-from benchmarks.turns import (
-    Ratio,
-    Timings,
-    compare,
-    compare_all,
-    hold_probes,
-    milliseconds,
-    take_turns,
-    time_block,
-    time_probes,
-)
+from benchmarks.turns import Ratio, Timings
 from gradlift.pilot import DEFAULT_INTERVAL
 
 VARIANTS = ("torch", "torch again", "gradlift", "adaptive", "naive")
@@ -131,13 +124,13 @@ def measure_every_layer(model: nn.Module) -> None:
 def settle(trainers: dict[str, Trainer], batches: Sequence[Batch], device: torch.device) -> None:
     """The early probes, the first kernels and the allocator's first requests."""
     for trainer in trainers.values():
-        time_block(trainer, batches, SETTLED, device)
+        turns.time_block(trainer, batches, SETTLED, device)
     scaler = trainers["adaptive"].adaptive
-    hold_probes(scaler)
+    turns.hold_probes(scaler)
     # A probe may be under way, and the blocks that time one must have seen it once.
     scaler._engine.probe()
-    time_block(trainers["adaptive"], batches, 4, device)
-    hold_probes(scaler)
+    turns.time_block(trainers["adaptive"], batches, 4, device)
+    turns.hold_probes(scaler)
     gc.collect()
 
 
@@ -147,16 +140,16 @@ def measure(workload: Workload, device: torch.device) -> Result:
     adaptive = trainers["adaptive"]
     scaler = adaptive.adaptive
     settle(trainers, batches, device)
-    timings = take_turns(trainers, batches, workload.block, workload.rounds, device)
-    costs = time_probes(adaptive, scaler, batches, workload.block, workload.probes, device)
-    ratios = compare_all(timings, RATIOS)
-    cost = compare(costs, [1.0] * len(costs))
+    timings = turns.take_turns(trainers, batches, workload.block, workload.rounds, device)
+    costs = turns.time_probes(adaptive, scaler, batches, workload.block, workload.probes, device)
+    ratios = turns.compare_all(timings, RATIOS)
+    cost = turns.compare(costs, [1.0] * len(costs))
     assert scaler.plan is not None
     result = Result(
         workload=workload,
         timings=timings,
         ratios=ratios,
-        host_ratios=compare_all(timings, RATIOS, "host"),
+        host_ratios=turns.compare_all(timings, RATIOS, "host"),
         probe_cost=cost,
         interval=DEFAULT_INTERVAL,
         with_probes=spread(ratios["adaptive / gradlift"], cost, timings["gradlift"].wall),
@@ -183,7 +176,7 @@ def describe(result: Result) -> str:
     steady = judge(result.ratios["adaptive / gradlift"], control, workload.steady_bar)
     probed = judge(result.with_probes, control, workload.probed_bar)
     low, high = 1e3 * result.probe_cost.low, 1e3 * result.probe_cost.high
-    lines = [workload.name, f"  ms per step: {milliseconds(result.timings)}"]
+    lines = [workload.name, f"  ms per step: {turns.milliseconds(result.timings)}"]
     lines += [f"  {name:28} {ratio}" for name, ratio in result.ratios.items()]
     lines += [f"  {'with probes / gradlift':28} {result.with_probes}"]
     lines += [f"  {'host, adaptive / gradlift':28} {result.host_ratios['adaptive / gradlift']}"]
@@ -198,27 +191,16 @@ def describe(result: Result) -> str:
     return "\n".join([*lines, f"  plan: {result.plan}", f"  skipped steps: {skipped}"])
 
 
-def build_parser() -> Command:
-    """The command line."""
-    parser = Command(__doc__)
-    parser.add_device("best", "; a CPU gets a tiny GPT")
-    parser.add_quick("a tiny GPT: does it run at all?")
-    parser.add_json()
-    return parser
+def cases(arguments: Namespace, tiny: bool) -> Iterator[Case]:
+    """Every workload."""
+    for workload in TINY if tiny else ON_GPU:
+        yield Case(workload.name, workload.rounds, partial(measure, workload, arguments.device))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; ``--quick`` only shows that everything runs."""
-    arguments = build_parser().parse_args(argv)
-    device: torch.device = arguments.device
-    tiny = arguments.quick or device.type == "cpu"
-    environment = begin(device, one_thread=tiny)
-    results = [
-        show(workload.name, workload.rounds, partial(measure, workload, device), describe)
-        for workload in (TINY if tiny else ON_GPU)
-    ]
-    print(LEGEND)
-    save(arguments.json, environment, results=results)
+    quick = "a tiny GPT, as on any CPU: does it run at all?"
+    report(Command(__doc__, device="best", quick=quick, json=True), argv, cases, describe)
 
 
 if __name__ == "__main__":

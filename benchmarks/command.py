@@ -28,35 +28,39 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Command(argparse.ArgumentParser):
-    """A parser with the options that benchmarks share.
+    """A parser with the options that benchmarks share, as far as a script has them.
 
     Args:
         about: the script's docstring: what it measures and how long that takes.
+        device: the default of ``--device``, which gives a ``torch.device``; "best" is a GPU where
+            there is one.
+        quick: what ``--quick`` does.
+        json: whether there is ``--json``, the path for ``save``.
     """
 
-    def __init__(self, about: str | None) -> None:
+    def __init__(
+        self,
+        about: str | None,
+        device: str | None = None,
+        quick: str | None = None,
+        json: bool = False,
+    ) -> None:
         style = argparse.RawDescriptionHelpFormatter
         super().__init__(description=(about or "").strip(), formatter_class=style)
+        if device == "best":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device is not None:
+            text = "cpu, cuda, cuda:1, ... (%(default)s)"
+            self.add_argument("--device", type=check_device, default=device, help=text)
+        if quick is not None:
+            self.add_argument("--quick", action="store_true", help=quick)
+        if json:
+            text = "write every number here as well"
+            self.add_argument("--json", type=check_target, metavar="PATH", help=text)
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage."""
         self.exit(2, f"{self.prog}: {message}\n")
-
-    def add_device(self, default: str = "cpu", remark: str = "") -> None:
-        """``--device``, a ``torch.device``; ``default`` "best" is a GPU where there is one."""
-        if default == "best":
-            default = "cuda" if torch.cuda.is_available() else "cpu"
-        about = f"cpu, cuda, cuda:1, ... (%(default)s){remark}"
-        self.add_argument("--device", type=check_device, default=default, help=about)
-
-    def add_quick(self, about: str) -> None:
-        """``--quick``."""
-        self.add_argument("--quick", action="store_true", help=about)
-
-    def add_json(self) -> None:
-        """``--json``, the path that ``save`` takes, or None."""
-        about = "write every number here as well"
-        self.add_argument("--json", type=check_target, metavar="PATH", help=about)
 
 
 def check_device(name: str) -> torch.device:

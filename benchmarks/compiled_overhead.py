@@ -16,15 +16,16 @@ No probe falls into the timed blocks; ``adaptive_overhead.py`` times those, and 
 compiled model is one eager step. How often the compiler ran is printed: once for all variants
 without cuts and once for the one with them, if all is well.
 
-    PYTHONPATH=. python3 benchmarks/compiled_overhead.py --json compiled.json    minutes on an H200
-    PYTHONPATH=. python3 benchmarks/compiled_overhead.py --quick --backend aot_eager
-                                                                             seconds on a CPU
+    PYTHONPATH=. python3 benchmarks/compiled_overhead.py             minutes on an H200
+    PYTHONPATH=. python3 benchmarks/compiled_overhead.py --quick     a tiny GPT: a minute on a CPU
+    PYTHONPATH=. python3 benchmarks/compiled_overhead.py --json compiled.json
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,19 +33,12 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.command import Command, begin, save
+from benchmarks import turns
+from benchmarks.command import Command
 from benchmarks.models import GPT, GPT_124M, GPT_TINY, Batch
-from benchmarks.overhead import LEGEND, Trainer, build_scaler, build_trainers, judge, show, skips
+from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, judge, report, skips
 from benchmarks.overhead import Workload as Timed
-from benchmarks.turns import (
-    Ratio,
-    Timings,
-    compare_all,
-    hold_probes,
-    milliseconds,
-    take_turns,
-    time_block,
-)
+from benchmarks.turns import Ratio, Timings
 
 VARIANTS = ("torch", "torch again", "gradlift", "adaptive", "cuts")
 RATIOS = (("adaptive", "torch"), ("cuts", "torch"), ("adaptive", "gradlift"), ("cuts", "gradlift"),
@@ -127,19 +121,19 @@ def measure(workload: Workload, device: torch.device) -> Result:
     trainers, batches = build_trainers(VARIANTS, build, workload, device)
     scalers = [trainers[variant].adaptive for variant in ("adaptive", "cuts")]
     for trainer in trainers.values():
-        time_block(trainer, batches, SETTLED, device)
+        turns.time_block(trainer, batches, SETTLED, device)
     for scaler in scalers:
-        hold_probes(scaler)
+        turns.hold_probes(scaler)
     # What was under way has been heard of by then.
-    time_block(trainers["cuts"], batches, 4, device)
+    turns.time_block(trainers["cuts"], batches, 4, device)
     cut_every_block(trainers["cuts"], batches, workload.size.layers)
     gc.collect()
-    timings = take_turns(trainers, batches, workload.block, workload.rounds, device)
+    timings = turns.take_turns(trainers, batches, workload.block, workload.rounds, device)
     assert not scalers[0]._engine.active, "no cut was to be active here"
     result = Result(
         workload,
         timings,
-        compare_all(timings, RATIOS),
+        turns.compare_all(timings, RATIOS),
         len(scalers[1]._engine.active),
         counters["stats"]["unique_graphs"],
         skips(trainers),
@@ -152,7 +146,7 @@ def measure(workload: Workload, device: torch.device) -> Result:
 def describe(result: Result) -> str:
     """The workload as text."""
     control = result.ratios["torch again / torch"]
-    lines = [result.workload.name, f"  ms per step: {milliseconds(result.timings)}"]
+    lines = [result.workload.name, f"  ms per step: {turns.milliseconds(result.timings)}"]
     for name, ratio in result.ratios.items():
         verdict = f"  {judge(ratio, control, BARS[name])}" if name in BARS else ""
         lines.append(f"  {name:22} {ratio}{verdict}")
@@ -161,28 +155,20 @@ def describe(result: Result) -> str:
     return "\n".join([*lines, f"  skipped steps: {skipped}"])
 
 
-def build_parser() -> Command:
-    """The command line."""
-    backends = torch.compiler.list_backends(exclude_tags=())
-    parser = Command(__doc__)
-    parser.add_device("best", "; a CPU gets a tiny GPT")
-    parser.add_quick("a tiny GPT: does it run at all?")
-    parser.add_argument("--backend", default="inductor", choices=backends, metavar="NAME",
-                        help="of torch.compile (%(default)s)")  # fmt: skip
-    parser.add_json()
-    return parser
+def cases(arguments: Namespace, tiny: bool) -> Iterator[Case]:
+    """The one workload."""
+    workload = replace(TINY if tiny else ON_GPU, backend=arguments.backend)
+    yield Case(workload.name, workload.rounds, partial(measure, workload, arguments.device))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; ``--quick`` only shows that everything runs."""
-    arguments = build_parser().parse_args(argv)
-    device: torch.device = arguments.device
-    tiny = arguments.quick or device.type == "cpu"
-    environment = begin(device, one_thread=tiny)
-    workload = replace(TINY if tiny else ON_GPU, backend=arguments.backend)
-    result = show(workload.name, workload.rounds, partial(measure, workload, device), describe)
-    print(LEGEND)
-    save(arguments.json, environment, results=[result])
+    quick = "a tiny GPT, as on any CPU: does it run at all?"
+    command = Command(__doc__, device="best", quick=quick, json=True)
+    known = torch.compiler.list_backends(exclude_tags=())
+    command.add_argument("--backend", default="inductor", choices=known, metavar="NAME",
+                         help="of torch.compile (%(default)s)")  # fmt: skip
+    report(command, argv, cases, describe)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ were chosen after that, so that it can. What varies:
     precision  ``autocast``: activations and gradients in fp16; ``gradients``: gradients alone
     eps        Adam's; a gradient far below it does not move its weight in float32 either
 
-    PYTHONPATH=. python3 benchmarks/deep_tanh.py                          half an hour on one core
-    PYTHONPATH=. python3 benchmarks/deep_tanh.py --steps 4 --seeds 1      a minute
+    PYTHONPATH=. python3 benchmarks/deep_tanh.py                        half an hour on one core
+    PYTHONPATH=. python3 benchmarks/deep_tanh.py --steps 4 --seeds 1    seconds, to see that it runs
 """
 
 from __future__ import annotations

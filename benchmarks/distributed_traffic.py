@@ -3,7 +3,7 @@
 Real processes under gloo; only what is issued inside ``scale``, ``step`` and ``update`` counts,
 not what DDP or FSDP send by themselves. Bytes are those of the tensor that one rank hands over.
 
-    PYTHONPATH=. python3 benchmarks/distributed_traffic.py --ranks 2      half a minute on a CPU
+    PYTHONPATH=. python3 benchmarks/distributed_traffic.py --ranks 2      seconds on a CPU
 """
 
 from __future__ import annotations

@@ -291,8 +291,7 @@ def check_runs(name: str) -> Path:
 
 def build_parser() -> Command:
     """The command line."""
-    parser = Command(__doc__)
-    parser.add_device()
+    parser = Command(__doc__, device="cpu")
     parser.add_argument("--small", action="store_true", help="a model and a run for a CPU")
     parser.add_argument("--steps", type=at_least(1), help="of each run (1000, small 200)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")

@@ -350,12 +350,9 @@ def sweep(clock: Clock, bandwidth: float) -> None:
 
 def build_parser() -> Command:
     """The command line."""
-    parser = Command(__doc__)
-    parser.add_device("cuda")
-    parser.add_quick("smallest size, few iterations")
+    parser = Command(__doc__, device="cuda", quick="smallest size, few iterations", json=True)
     parser.add_argument("--sweep", action="store_true", help="chunk sizes and warps instead")
     parser.add_argument("--rounds", type=at_least(2), help="of five iterations of each")
-    parser.add_json()
     return parser
 
 

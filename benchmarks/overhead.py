@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import copy
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import tell
+from benchmarks.command import Command, begin, save, tell
 from benchmarks.models import GPT, Batch, GPTSize, build_gpt, random_batches
 from benchmarks.turns import Ratio
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 
-LEGEND = "ratios: median over rounds [bootstrap 95% interval]; 1 is equal, above 1 is slower"
 
-Result = TypeVar("Result")
+class Case(NamedTuple):
+    """One thing to measure."""
+
+    name: str
+    rounds: int
+    measure: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -119,13 +124,28 @@ def judge(ratio: Ratio, control: Ratio, bar: float) -> str:
     return words
 
 
-def show(
-    name: str, rounds: int, measure: Callable[[], Result], describe: Callable[[Result], str]
-) -> Result:
-    """Measure, with progress on stderr and the result on stdout as it comes."""
-    start = time.perf_counter()
-    tell(f"{name}: {rounds} rounds ...")
-    result = measure()
-    tell(f"{name}: {time.perf_counter() - start:.0f} s")
-    print(describe(result), end="\n\n", flush=True)
-    return result
+def report(
+    command: Command,
+    argv: Sequence[str] | None,
+    cases: Callable[[Namespace, bool], Iterable[Case]],
+    describe: Callable[[Any], str],
+) -> None:
+    """A script from its command line to its JSON: results on stdout, progress on stderr.
+
+    Args:
+        command: with ``--device``, ``--quick`` and ``--json``.
+        argv: for it.
+        cases: what to measure, from its answer and whether the GPT is to be tiny.
+        describe: a result as text.
+    """
+    arguments = command.parse_args(argv)
+    tiny = arguments.quick or arguments.device.type == "cpu"
+    environment, results = begin(arguments.device, one_thread=tiny), []
+    for name, rounds, measure in cases(arguments, tiny):
+        start = time.perf_counter()
+        tell(f"{name}: {rounds} rounds ...")
+        results.append(measure())
+        tell(f"{name}: {time.perf_counter() - start:.0f} s")
+        print(describe(results[-1]), end="\n\n", flush=True)
+    print("ratios: median over rounds [bootstrap 95% interval]; 1 is equal, above 1 is slower")
+    save(arguments.json, environment, results=results)

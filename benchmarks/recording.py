@@ -5,7 +5,7 @@ within one process, and only times of the same round are compared. "plain again"
 without a recorder, and shows what the method says about two equal things. A block is longer than
 a batch of records, so that every block pays for its share of copies and writes.
 
-    PYTHONPATH=. python3 benchmarks/recording.py        minutes on an H200, seconds on a CPU
+    PYTHONPATH=. python3 benchmarks/recording.py      minutes on an H200, or a tiny GPT on a CPU
 """
 
 from __future__ import annotations
@@ -56,11 +56,9 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print the ratios."""
-    parser = Command(__doc__)
-    parser.add_device("best", "; a CPU gets a tiny GPT")
+    parser = Command(__doc__, device="best", json=True)
     parser.add_argument("--rounds", type=at_least(2), default=12,
                         help="timed blocks of each variant (%(default)s)")  # fmt: skip
-    parser.add_json()
     arguments = parser.parse_args(argv)
     device: torch.device = arguments.device
     environment = begin(device, one_thread=False)

@@ -7,32 +7,30 @@ How it is measured, and why, is said in ``turns.py``. "torch again" is a second 
 scaler: its ratio to the first is what this method says about two equal things, and no smaller
 difference means anything.
 
-    PYTHONPATH=. python3 benchmarks/step_overhead.py --json overhead.json    minutes on an H200
-    PYTHONPATH=. python3 benchmarks/step_overhead.py --quick                 seconds on a CPU
+    PYTHONPATH=. python3 benchmarks/step_overhead.py             minutes on an H200
+    PYTHONPATH=. python3 benchmarks/step_overhead.py --quick     a tiny GPT: seconds on a CPU
+    PYTHONPATH=. python3 benchmarks/step_overhead.py --json overhead.json
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from benchmarks.command import Command, at_least, begin, save
+from benchmarks.command import Command, at_least
 from benchmarks.models import GPT, GPT_124M, GPT_LAUNCH_BOUND, GPT_TINY
-from benchmarks.overhead import LEGEND, Trainer, build_scaler, build_trainers, show
+from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, report
 from benchmarks.overhead import Workload as Timed
 from benchmarks.turns import Ratio, Timings, compare_all, milliseconds, take_turns, time_block
 
 VARIANTS = ("none", "torch", "gradlift", "torch again")
-RATIOS = (
-    ("gradlift", "torch"),
-    ("torch", "none"),
-    ("gradlift", "none"),
-    ("torch again", "torch"),
-)
+RATIOS = (("gradlift", "torch"), ("torch", "none"), ("gradlift", "none"), ("torch again", "torch"))
 MODES = ("eager", "compiled")
 
 
@@ -65,14 +63,15 @@ class Result:
     losses: dict[str, float]
     """After the last step: "torch" and "gradlift" must have trained alike."""
     scales: dict[str, float]
+    verdict: str
 
 
 def build_trainer(model: GPT, variant: str, mode: str, backend: str) -> Trainer:
     """A variant, eager or compiled."""
-    scaler = build_scaler(variant, model)
-    if mode == "eager":
-        return Trainer(model, scaler)
-    return Trainer(torch.compile(model, backend=backend, dynamic=False), scaler)  # pyright: ignore
+    trained: Any = model
+    if mode == "compiled":
+        trained = torch.compile(model, backend=backend, dynamic=False)
+    return Trainer(trained, build_scaler(variant, model))
 
 
 def judge(ratios: dict[str, Ratio]) -> str:
@@ -96,14 +95,16 @@ def measure(
         time_block(trainer, batches, workload.warm_up, device)
     gc.collect()
     timings = take_turns(trainers, batches, workload.block, rounds, device)
+    ratios = compare_all(timings, RATIOS)
     return Result(
         workload=workload,
         mode=mode,
         timings=timings,
-        ratios=compare_all(timings, RATIOS),
+        ratios=ratios,
         host_ratios=compare_all(timings, RATIOS, "host"),
         losses={v: float(t.loss) for v, t in trainers.items() if t.loss is not None},
         scales={v: t.scaler.get_scale() for v, t in trainers.items() if t.scaler is not None},
+        verdict=judge(ratios),
     )
 
 
@@ -112,45 +113,31 @@ def describe(result: Result) -> str:
     lines = [f"{result.workload.name}, {result.mode}"]
     lines += [f"  ms per step: {milliseconds(result.timings)}"]
     lines += [f"  {name:20} {ratio}" for name, ratio in result.ratios.items()]
-    lines += [f"  gradlift and torch: {judge(result.ratios)}"]
+    lines += [f"  gradlift and torch: {result.verdict}"]
     if result.workload.launch_bound:
         lines += [f"  host ms per step: {milliseconds(result.timings, 'host')}"]
         lines += [f"  host, gradlift / torch {result.host_ratios['gradlift / torch']}"]
     return "\n".join(lines)
 
 
-def build_parser() -> Command:
-    """The command line."""
-    parser = Command(__doc__)
-    parser.add_device("best", "; a CPU gets a tiny GPT")
-    parser.add_argument(
-        "--rounds", type=at_least(2), default=24, help="rounds to time (%(default)s)"
-    )
-    parser.add_argument(
-        "--modes", nargs="+", choices=MODES, default=MODES, help="eager, compiled (both)"
-    )
-    parser.add_quick("a tiny GPT, 4 rounds and no code generation: does it run at all?")
-    parser.add_json()
-    return parser
+def cases(arguments: Namespace, tiny: bool) -> Iterator[Case]:
+    """Every workload in every mode."""
+    rounds = 4 if arguments.quick else arguments.rounds
+    # Traces and differentiates like the real thing, and needs no compiler.
+    backend = "aot_eager" if arguments.quick else "inductor"
+    for workload in TINY if tiny else ON_GPU:
+        for mode in arguments.modes:
+            case = partial(measure, workload, mode, rounds, arguments.device, backend)
+            yield Case(f"{workload.name}, {mode}", rounds, case)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; ``--quick`` only shows that everything runs."""
-    arguments = build_parser().parse_args(argv)
-    device: torch.device = arguments.device
-    tiny = arguments.quick or device.type == "cpu"
-    rounds = 4 if arguments.quick else arguments.rounds
-    # Traces and differentiates like the real thing, and needs no compiler.
-    backend = "aot_eager" if arguments.quick else "inductor"
-    environment = begin(device, one_thread=tiny)
-    results = []
-    for workload in TINY if tiny else ON_GPU:
-        for mode in arguments.modes:
-            measured = partial(measure, workload, mode, rounds, device, backend)
-            results.append(show(f"{workload.name}, {mode}", rounds, measured, describe))
-    print(LEGEND)
-    found = [{**asdict(result), "verdict": judge(result.ratios)} for result in results]
-    save(arguments.json, environment, results=found)
+    quick = "a tiny GPT, as on any CPU, 4 rounds, no code generation: does it run at all?"
+    command = Command(__doc__, device="best", quick=quick, json=True)
+    command.add_argument("--rounds", type=at_least(2), default=24, help="to time (%(default)s)")
+    command.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="(both)")
+    report(command, argv, cases, describe)
 
 
 if __name__ == "__main__":

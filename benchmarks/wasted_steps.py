@@ -13,7 +13,7 @@ batches: in float32, in fp16 autocast with ``torch.amp.GradScaler``, and with
 
     PYTHONPATH=. python3 benchmarks/wasted_steps.py                  minutes on a CPU
     PYTHONPATH=. python3 benchmarks/wasted_steps.py --device cuda --json wasted.json
-    PYTHONPATH=. python3 benchmarks/wasted_steps.py --quick          half a minute on a CPU
+    PYTHONPATH=. python3 benchmarks/wasted_steps.py --quick          seconds on a CPU
 """
 
 from __future__ import annotations
@@ -203,20 +203,11 @@ def remark(torch_: Outcome, adaptive: Outcome) -> str:
     return "\n".join([*lines, f"  largest true gradient, first to last sample: 1/{shrank:.0f}"])
 
 
-def build_parser() -> Command:
-    """The command line."""
-    parser = Command(__doc__)
-    parser.add_device()
-    parser.add_argument("--steps", type=at_least(1), default=STEPS,
-                        help="of each training (%(default)s)")  # fmt: skip
-    parser.add_quick(f"{QUICK_STEPS} steps of each")
-    parser.add_json()
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Train everything and print the table."""
-    arguments = build_parser().parse_args(argv)
+    command = Command(__doc__, device="cpu", quick=f"{QUICK_STEPS} steps of each", json=True)
+    command.add_argument("--steps", type=at_least(1), default=STEPS, help="each (%(default)s)")
+    arguments = command.parse_args(argv)
     device: torch.device = arguments.device
     steps = QUICK_STEPS if arguments.quick else arguments.steps
     environment = begin(device, one_thread=device.type == "cpu")

@@ -19,7 +19,7 @@ and once without any. Printed for each:
 
     PYTHONPATH=. python3 benchmarks/zhao2019.py                      minutes on a CPU
     PYTHONPATH=. python3 benchmarks/zhao2019.py --device cuda --json zhao2019.json
-    PYTHONPATH=. python3 benchmarks/zhao2019.py --quick              half a minute on a CPU
+    PYTHONPATH=. python3 benchmarks/zhao2019.py --quick              seconds on a CPU
 """
 
 from __future__ import annotations
@@ -27,26 +27,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import runs
 from benchmarks.command import Command, begin, save
-from benchmarks.runs import (
-    KINDS,
-    Batch,
-    Run,
-    batches,
-    classify,
-    clusters,
-    conv,
-    patterns,
-    scenes,
-    sgd,
-)
+from benchmarks.runs import Batch, Run, classify, clusters, conv, patterns, scenes, sgd
 from benchmarks.turns import Ratio, compare, hold_probes, take_turns, time_block, time_probes
 from benchmarks.wasted_steps import Training, total
 from gradlift.torch import AdaptiveGradScaler
@@ -69,7 +59,7 @@ def build_tanh(depth: int = 120, width: int = 16) -> nn.Module:
         linear = nn.Linear(width, width)
         nn.init.normal_(linear.weight, std=0.75 * width**-0.5)
         layers += [linear, nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, KINDS))
+    return nn.Sequential(*layers, nn.Linear(width, runs.KINDS))
 
 
 class Head(nn.Module):
@@ -189,95 +179,74 @@ class Outcome:
     step_ms: float
     ratio: Ratio
     """To the range rule."""
-    probe_ms: float | None
+    probe_ms: float | None = None
 
 
-class Trainer(Training):
-    """A training whose probes the benchmark calls itself once it has settled."""
+class Trainer:
+    """A training as ``turns`` times it; its probes are held back once it has settled."""
 
-    def __init__(self, run: Run, way: str, device: torch.device, data: Sequence[Batch]) -> None:
-        super().__init__(run, "torch", device)
+    def __init__(self, run: Run, way: str, device: torch.device) -> None:
+        self.training = Training(run, "torch", device)
+        self.steps = 0
+        self.scaler: AdaptiveGradScaler | None = None
         if WAYS[way] is not None:
-            self.scaler = AdaptiveGradScaler(self.model, device.type, rule=WAYS[way])
-        self.data, self.steps = data, 0
+            model = self.training.model
+            self.scaler = AdaptiveGradScaler(model, device.type, rule=WAYS[way])
+            self.training.scaler = self.scaler
 
-    def take(self, sampled: bool = False) -> None:
+    def step(self, batches: Sequence[Batch], sampled: bool = False) -> None:
         """One step on the next batch."""
         self.steps += 1
-        self.step(self.data[self.steps % len(self.data)], sampled)
+        self.training.step(batches[self.steps % len(batches)], sampled)
 
     def hold_probes(self) -> None:
         """No probe of its own any more."""
-        if isinstance(self.scaler, AdaptiveGradScaler):
+        if self.scaler is not None:
             hold_probes(self.scaler)
-
-
-class Turn:
-    """A trainer as ``turns`` times it."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def step(self, batches: Sequence[Any], /) -> None:
-        """One step."""
-        self.trainer.take()
-
-
-def time_a_probe(trainer: Trainer, effort: Effort, device: torch.device) -> float | None:
-    """Seconds that a probe adds to its step; None where there is none."""
-    scaler = trainer.scaler
-    if not isinstance(scaler, AdaptiveGradScaler):
-        return None
-    costs = time_probes(Turn(trainer), scaler, (), effort.block, effort.probes, device)
-    return statistics.median(costs)
 
 
 def measure(run: Run, effort: Effort, device: torch.device) -> list[Outcome]:
     """One net in all ways."""
-    data = batches(run, 64, device)
-    trainers = {way: Trainer(run, way, device, data) for way in WAYS}
+    data = runs.batches(run, 64, device)
+    trainers = {way: Trainer(run, way, device) for way in WAYS}
     for trainer in trainers.values():
         for number in range(effort.settle + effort.samples):
-            trainer.take(sampled=number >= effort.settle)
+            trainer.step(data, sampled=number >= effort.settle)
         trainer.hold_probes()
-        time_block(Turn(trainer), (), 4, device)  # a probe may be under way
+        time_block(trainer, data, 4, device)  # a probe may be under way
         trainer.hold_probes()
-    turns = {way: Turn(trainer) for way, trainer in trainers.items()}
-    timings = take_turns(turns, (), effort.block, effort.rounds, device)
+    timings = take_turns(trainers, data, effort.block, effort.rounds, device)
     walls = {way: timing.wall for way, timing in timings.items()}
-    found = [outcome(run, way, t, walls, effort, device) for way, t in trainers.items()]
+    found = []
+    for way, trainer in trainers.items():
+        found.append(outcome(run, way, trainer, walls))
+        if trainer.scaler is not None:
+            block, probes = effort.block, effort.probes
+            costs = time_probes(trainer, trainer.scaler, data, block, probes, device)
+            found[-1] = replace(found[-1], probe_ms=1e3 * statistics.median(costs))
     for trainer in trainers.values():
-        if isinstance(trainer.scaler, AdaptiveGradScaler):
+        if trainer.scaler is not None:
             trainer.scaler.close()
     return found
 
 
-def outcome(
-    run: Run,
-    way: str,
-    trainer: Trainer,
-    walls: dict[str, list[float]],
-    effort: Effort,
-    device: torch.device,
-) -> Outcome:
-    """What one way came to."""
-    worst, share = trainer.flushed.worst
-    plan = getattr(trainer.scaler, "plan", None)
-    skipped = trainer.steps - trainer.taken
-    probe = time_a_probe(trainer, effort, device)
+def outcome(run: Run, way: str, trainer: Trainer, walls: dict[str, list[float]]) -> Outcome:
+    """What one way came to, but for its probes."""
+    flushed = trainer.training.flushed
+    worst, share = flushed.worst
+    plan = None if trainer.scaler is None else trainer.scaler.plan
     return Outcome(
         net=run.name,
         way=way,
-        skipped=skipped,
-        flushed_outputs=total(trainer.flushed.outputs),
-        flushed_parameters=total(trainer.flushed.parameters),
+        skipped=trainer.steps - trainer.training.taken,
+        flushed_outputs=total(flushed.outputs),
+        flushed_parameters=total(flushed.parameters),
         worst=worst,
         flushed_worst=share,
         cuts=len(plan.active) if plan else 0,
         plan=str(plan).splitlines()[0] if plan else None,
         step_ms=1e3 * statistics.median(walls[way]),
         ratio=compare(walls[way], walls["range"]),
-        probe_ms=None if probe is None else 1e3 * probe,
     )
 
 
@@ -297,11 +266,8 @@ def describe(outcome: Outcome) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure everything and print the table."""
-    parser = Command(__doc__)
-    parser.add_device()
-    parser.add_quick("a few steps, to see that it runs")
-    parser.add_json()
-    arguments = parser.parse_args(argv)
+    quick = "a few steps, to see that it runs"
+    arguments = Command(__doc__, device="cpu", quick=quick, json=True).parse_args(argv)
     device: torch.device = arguments.device
     environment = begin(device, one_thread=device.type == "cpu")
     print(HEADER, flush=True)

@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("run", zhao2019.NETS, ids=lambda run: run.name)
 def test_every_net_trains_in_fp16(run: runs.Run):
-    trainer = zhao2019.Trainer(run, "torch", CPU, runs.batches(run, 4, CPU))
-    with recorded(trainer.model) as seen:
+    trainer = zhao2019.Trainer(run, "torch", CPU)
+    with recorded(trainer.training.model) as seen:
         for _ in range(4):
-            trainer.take()
-    assert trainer.taken > 0
+            trainer.step(runs.batches(run, 4, CPU))
+    assert trainer.training.taken > 0
     kinds = {part.dtype for parts in seen.gradients.values() for part in parts if part.numel()}
     assert torch.float16 in kinds
-    losses = [loss.item() for loss in trainer.losses]
+    losses = [loss.item() for loss in trainer.training.losses]
     assert all(loss == loss for loss in losses)
 
 
