@@ -60,10 +60,18 @@ from test_torch_cuts_rules import (
 )
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, cuts, engine, exponents, graph, names, tasks
+from gradlift.torch import (
+    AdaptiveGradScaler,
+    cuts,
+    engine,
+    exponents,
+    graph,
+    names,
+    survey,
+    tasks,
+)
 from gradlift.torch.cuts import Cut, LeafReturn
 from gradlift.torch.engine import Engine
-from gradlift.torch.probe import Probe
 
 
 @pytest.fixture(autouse=True)
@@ -408,10 +416,10 @@ def test_parameter_gradients_bound_the_exponent(fails_without):
         largest = scaler.get_scale() * max(p.grad.abs().max() for p in model.parameters())
         assert 2.0**6 < largest < 2.0**14, "near the top, with room to spare"
 
-    def unbound(self, histograms, component, found, room):
+    def unbound(histograms, component, found, room):
         return None
 
-    fails_without(Probe, "_bound", unbound, body)
+    fails_without(survey, "_bound", unbound, body)
 
 
 # 10. Copies, pickles, scripts, modules added later, names.
@@ -501,8 +509,8 @@ def test_modules_added_later_are_seen_at_the_next_probe(fails_without):
         model.b = nn.Sequential(model.b, nn.Linear(4, 4))
         watched.probe()
         scale(loss_of(model), watched).backward()
-        survey = watched.take().survey(10)
-        assert {"b", "b.0", "b.1"} <= {key for c in survey.graph.components for key in c.modules}
+        seen = watched.take().survey(10)
+        assert {"b", "b.0", "b.1"} <= {key for c in seen.graph.components for key in c.modules}
         watched.close()
 
     fails_without(engine, "Names", made_once, body)

@@ -21,11 +21,12 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradlift.pilot import Survey
+from gradlift.torch.counting import dense
 from gradlift.torch.cuts import Cut
 from gradlift.torch.graph import Walk
 from gradlift.torch.moments import Sums
 from gradlift.torch.names import Names
-from gradlift.torch.probe import Probe, _dense
+from gradlift.torch.probe import Probe
 from gradlift.zhao2019 import Moments, Passage
 
 # Nodes of a loss whose gradient is that of a classifier.
@@ -79,7 +80,7 @@ class LayerProbe(Probe):
         weight = layer and layer._parameters.get("weight")
         if weight is None or row in self._weights:
             return
-        weight = _dense(weight)
+        weight = dense(weight)
         if weight.is_floating_point() and weight.untyped_storage().size():
             assert layer is not None
             self._weights.add(row, weight)
@@ -89,7 +90,7 @@ class LayerProbe(Probe):
         """Counts one gradient and adds up its moments; nothing waits for the device."""
         super().record(row, grad)
         if self.rows[row].upstream is not None:
-            grad = _dense(grad)
+            grad = dense(grad)
             if grad.numel():
                 self._gradients.add(row, grad)
 
@@ -105,7 +106,7 @@ class LayerProbe(Probe):
 
     def _passages(self, exponent: int) -> Iterator[Passage]:
         weights, numbers = self._weights.read(), self.numbers()
-        find = self._sets.find
+        find = self.find
         for number, sums in sorted(self._gradients.read().items()):
             row = self.rows[number]
             assert row.upstream is not None
@@ -119,7 +120,7 @@ class LayerProbe(Probe):
                 Moments.from_sums(sums, exponent + row.offset),
                 weight,
                 self._terms[number] if weight else 0,
-                self._classifies and find(row.downstream) == find(self._loss),
+                self._classifies and find(row.downstream) == self.loss,
             )
 
 
