@@ -13,8 +13,10 @@ from cuts_harness import SCALE, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradlift.torch import cuts, engine, graph, tasks
+from gradlift.torch import cuts, graph, outputs, tasks
+from gradlift.torch.arming import ArmedGraphs
 from gradlift.torch.engine import Engine
+from gradlift.torch.outputs import Outputs
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +134,7 @@ def test_forwards_that_are_never_armed_leave_nothing_behind(model, pinned):
     del output, model.first, model.second
     assert node() is None
     assert saved() is None
-    assert not pinned._roots
+    assert not pinned._armed.roots
 
 
 def test_armed_graphs_are_freed_without_the_garbage_collector(model):
@@ -157,13 +159,13 @@ def test_armed_graphs_are_freed_without_the_garbage_collector(model):
             pinned.probe()
             x = Holder.apply(X.clone().requires_grad_())
             scaled = scale(loss_of(model, x), pinned)
-            assert len(pinned._roots) == 1
+            assert len(pinned._armed.roots) == 1
             if backpropagate:
                 scaled.backward()
             del scaled, x
             model.first = model.second = None
             pinned.take()
-            assert len(pinned._roots) == 0
+            assert len(pinned._armed.roots) == 0
         assert [ref() for ref in holders] == [None, None]
     finally:
         gc.enable()
@@ -277,7 +279,11 @@ def test_losses_armed_one_after_the_other_share_one_assignment(model, pinned, mo
 
     for backward in (one_by_one, first_again):
         fails_without(
-            monkeypatch, Engine, "_walk", alone, lambda b=backward: check_losses(model, pinned, b)
+            monkeypatch,
+            ArmedGraphs,
+            "walk",
+            alone,
+            lambda b=backward: check_losses(model, pinned, b),
         )
 
 
@@ -585,9 +591,9 @@ def test_forwards_inside_a_backward_are_ignored(monkeypatch):
     watched = Engine(model)
     watched.pin({"a": 5, "b": -3})
     placed = []
-    place = Engine._place_cut
+    place = Outputs._place
     monkeypatch.setattr(
-        Engine, "_place_cut", lambda self, *args: placed.append(args[1]) or place(self, *args)
+        Outputs, "_place", lambda self, *args: placed.append(args[1]) or place(self, *args)
     )
 
     def test():
@@ -595,7 +601,7 @@ def test_forwards_inside_a_backward_are_ignored(monkeypatch):
         check_active(model, watched)
         assert placed == ["a", "b.0", "b.1", "b.2", "b", "c", ""] * 2
 
-    fails_without(monkeypatch, engine, "is_foreign_pass", lambda: False, test)
+    fails_without(monkeypatch, outputs, "is_foreign_pass", lambda: False, test)
     watched.close()
 
 
@@ -705,7 +711,7 @@ def test_contradictory_pins_are_refused_before_anything_changes():
     for refuse in (watched.arm, watched.check):
         with pytest.raises(ValueError, match=r"'0.1' at 4 and '0' at 3"):
             refuse(scaled)
-    assert not watched._roots
+    assert not watched._armed.roots
     scaled.backward()
     same([p.grad / SCALE for p in model.parameters()], expected)
     watched.pin({"0": 3, "0.1": 3})

@@ -29,8 +29,9 @@ from gradlift.formats import round_to
 from gradlift.histogram import BINS, Histogram
 from gradlift.plan import check_limits
 from gradlift.torch.counting import count_exponents, dense
-from gradlift.torch.engine import is_compiled, is_foreign_pass, tensors_in
+from gradlift.torch.entries import is_compiled
 from gradlift.torch.names import Names
+from gradlift.torch.outputs import is_foreign_pass, tensors_in
 
 _NARROW = (torch.float16, torch.bfloat16)
 
