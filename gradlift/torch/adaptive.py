@@ -6,7 +6,7 @@ passes at given exponents and records probes, the pilot (``gradlift.pilot``) dec
 
     step_record.py   scale, largest gradient, overflow     on the device, one copy to the host
     probe.py         the histograms, if it was a probe     likewise
-    following.py     both, of the step DELAY before        to the pilot, waiting if it must
+    piloting.py      both, of the step DELAY before        to the pilot, waiting if it must
                      what the pilot says                   to the scale and the engine
 
 On an overflow the device lowers the scale at once, without asking the pilot.
@@ -34,9 +34,9 @@ from gradlift.torch import emulate as emulation
 from gradlift.torch.adaptive_ranks import Talk
 from gradlift.torch.adaptive_state import STATE_KEY, Saved
 from gradlift.torch.engine import Engine
-from gradlift.torch.following import DELAY, Following
 from gradlift.torch.layer_probe import LayerProbe
 from gradlift.torch.narrow import Narrow
+from gradlift.torch.piloting import DELAY, Piloted
 from gradlift.torch.readback import InFlight, Remarks, capturing
 from gradlift.torch.replay import Captured
 from gradlift.torch.step_record import Pending
@@ -47,7 +47,7 @@ from gradlift.zhao2019 import Zhao2019, resolve
 BACKOFF = 2.0**-4
 
 
-class AdaptiveGradScaler(Following):
+class AdaptiveGradScaler(Piloted):
     """A ``GradScaler`` that finds its scale from the gradients, for each part of the model.
 
     The loop is ``GradScaler``'s::

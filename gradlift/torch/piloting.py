@@ -23,7 +23,7 @@ from gradlift.torch.step_record import Noting, Pending
 DELAY = 2
 
 
-class Following(Noting):
+class Piloted(Noting):
     """Adds the pilot's decisions to the record of a step."""
 
     _pilot: Pilot
