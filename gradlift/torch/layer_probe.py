@@ -106,7 +106,7 @@ class LayerProbe(Probe):
 
     def _passages(self, exponent: int) -> Iterator[Passage]:
         weights, numbers = self._weights.read(), self.numbers()
-        find = self.find
+        find = self._sets.find
         for number, sums in sorted(self._gradients.read().items()):
             row = self.rows[number]
             assert row.upstream is not None
@@ -120,7 +120,7 @@ class LayerProbe(Probe):
                 Moments.from_sums(sums, exponent + row.offset),
                 weight,
                 self._terms[number] if weight else 0,
-                self._classifies and find(row.downstream) == self.loss,
+                self._classifies and find(row.downstream) == find(self._loss),
             )
 
 
