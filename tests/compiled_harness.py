@@ -1,8 +1,8 @@
 """Models to compile, steps of them, and what is exact: for tests of compiled models."""
 
-import random
-
+import pytest
 import torch
+from cuts_harness import random_offsets, same
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -12,6 +12,15 @@ from gradlift.torch.engine import Engine
 
 SCALE = 2.0**10
 BACKEND = "aot_eager"
+
+
+MARKS = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # The compiler looks for it on a tensor that one compiled graph hands to the next.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    # So does tracing an autograd Function.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 def graphs():
@@ -170,22 +179,6 @@ def probed(engine, call, model, **kwargs):
 
 def graph_of(engine, call, model, **kwargs):
     return probed(engine, call, model, **kwargs).survey(10).graph
-
-
-def random_offsets(graph, seed, width=12):
-    numbers = random.Random(seed)
-    offsets = {}
-    for index, component in enumerate(graph.components):
-        free = index != graph.loss and component.pinned is None
-        offset = numbers.choice([n for n in range(-width, width + 1) if n]) if free else 0
-        offsets.update(dict.fromkeys(component.modules, offset))
-    return offsets
-
-
-def same(found, expected):
-    assert any(grad.abs().sum() > 0 for grad in found)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 def differ(found, expected):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compiled_harness import (
     BACKEND,
+    MARKS,
     SCALE,
     Clamped,
     Conv,
@@ -34,13 +35,7 @@ from gradlift.torch.compiled import Pool, make_agree
 from gradlift.torch.engine import Engine
 from gradlift.torch.traced_cuts import Slot, Traces
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # The compiler looks for it on a tensor that one compiled graph hands to the next.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    # So does tracing an autograd Function.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = MARKS
 
 
 # Exact.

@@ -2,22 +2,15 @@
 
 import copy
 
-import pytest
 import torch
-from compiled_harness import BACKEND, graphs
+from compiled_harness import BACKEND, MARKS, graphs
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from gradlift.torch import AdaptiveGradScaler
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # The compiler looks for it on a tensor that one compiled graph hands to the next.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    # So does tracing an autograd Function.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = MARKS
 
 
 def tanh_net(depth, gain, width=8):

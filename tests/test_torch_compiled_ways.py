@@ -7,6 +7,7 @@ import pytest
 import torch
 from compiled_harness import (
     BACKEND,
+    MARKS,
     Mlp,
     Switch,
     build,
@@ -24,13 +25,7 @@ from torch import nn
 
 from gradlift.torch.engine import Engine
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # The compiler looks for it on a tensor that one compiled graph hands to the next.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    # So does tracing an autograd Function.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = MARKS
 
 
 # Every way to compile.

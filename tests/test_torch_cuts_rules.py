@@ -516,20 +516,22 @@ def test_gradients_that_alias_are_not_changed_in_place(monkeypatch):
     watched.close()
 
 
+class First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx, one, two):  # type: ignore[override]
+        return one, None
+
+
+class Two(Net):
+    def forward(self, x):
+        return self.c(First.apply(self.b(x), self.a(x))[0])
+
+
 def test_none_gradients_pass(monkeypatch):
-    class First(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, y):
-            return x.clone(), y.clone()
-
-        @staticmethod
-        def backward(ctx, one, two):  # type: ignore[override]
-            return one, None
-
-    class Two(Net):
-        def forward(self, x):
-            return self.c(First.apply(self.b(x), self.a(x))[0])
-
     model, given = Two(), []
     watched = Engine(model, linear=[First])
     watched.pin({"a": 5, "b": 2})

@@ -49,7 +49,9 @@ import torch
 from cuts_harness import SCALE, run, same
 from test_torch_cuts_rules import (
     PINS,
+    First,
     Net,
+    Two,
     WithFunction,
     X,
     check,
@@ -319,21 +321,6 @@ def test_leaves_are_told_by_the_type_of_their_node(fails_without):
 
     fails_without(graph, "type", by_attribute, lambda: check_active(model, watched))
     watched.close()
-
-
-class First(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        return x.clone(), y.clone()
-
-    @staticmethod
-    def backward(ctx, one, two):  # type: ignore[override]
-        return one, None
-
-
-class Two(Net):
-    def forward(self, x):
-        return self.c(First.apply(self.b(x), self.a(x))[0])
 
 
 def test_none_passes_the_hooks(fails_without):
