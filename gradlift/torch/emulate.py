@@ -37,8 +37,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.formats import Format, round_to
 from gradlift.torch.cuts import Gate, makes_a_graph
-from gradlift.torch.engine import Engine
-from gradlift.torch.outputs import tensors_in
+from gradlift.torch.engine import Engine, tensors_in
 
 LAYERS = (nn.Linear, _ConvNd)
 
