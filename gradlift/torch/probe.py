@@ -65,6 +65,9 @@ class Row:
     """Whether it is a leaf's gradient that is stored in float16, at the global scale."""
     rounded: Format | None = None
     """The format it is rounded to inside its component, see ``emulate.py``."""
+    terms: int = 0
+    """Products in one element of the input gradient of the layer behind a cut, where a rule asks
+    for them and knows the layer's weight."""
 
 
 class Probe:
@@ -87,6 +90,10 @@ class Probe:
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
         self.reduction = Reduction()
         """What becomes of the parameters' gradients after the backward pass."""
+        self.sums: tuple[Sums, ...] = ()
+        """What else is added up, by row: nothing here, see ``layer_probe.py``."""
+        self.classifies = False
+        """Whether a loss is a classifier's, as far as a rule asks."""
 
     def attach(
         self,
@@ -244,11 +251,6 @@ class Probe:
             known = found.get(row.key)
             found[row.key] = Histogram.merge((known, histogram)) if known else histogram
         return found
-
-    @property
-    def sums(self) -> tuple[Sums, ...]:
-        """What else has been added up, for ranks that must agree on it."""
-        return ()
 
     @property
     def empty(self) -> bool:
