@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, adaptive, agreement
+from gradlift.torch import AdaptiveGradScaler, CapturedStep, adaptive, agreement
 from gradlift.torch.distributed import Ranks
-from gradlift.torch.replay import CapturedStep
 
 
 def tanh_net(depth, gain, width=16):

@@ -76,8 +76,8 @@ class AdaptiveGradScaler(Noting):
     Args:
         model: the model that the losses come from.
         device: a device type, as for ``torch.amp.GradScaler``.
-        format: the format that gradients are stored in; an 8-bit one is that of the gradients
-            of Linear and Conv outputs.
+        format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
+            that of the gradients of Linear and Conv outputs.
         tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
@@ -100,7 +100,7 @@ class AdaptiveGradScaler(Noting):
         model: nn.Module,
         device: str = "cuda",
         *,
-        format: str = "float16",
+        format: str | torch.dtype = "float16",
         tolerance: float = 1e-3,
         headroom: int = 3,
         interval: int | None = None,
@@ -225,7 +225,7 @@ class AdaptiveGradScaler(Noting):
         if self.probing and capturing(outputs.device):
             raise RuntimeError(
                 "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
-                "and capture a later one; gradlift.torch.replay.CapturedStep does so by itself"
+                "and capture a later one; gradlift.torch.CapturedStep does so by itself"
             )
         if self._emulation is not None:
             calibrating = self._pilot.plan is None and self._engine.probing
