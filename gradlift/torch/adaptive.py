@@ -240,16 +240,13 @@ class AdaptiveGradScaler(Noting):
         if not self._enabled or torch.compiler.is_compiling():
             super().update(new_scale)
             return
-        if self._closed:
-            super().update(new_scale)
-            self._amaxes.clear()
-            self._talk.end()
-            return
-        device = self._device_state("update")[0].scale.device
-        if capturing(device):
+        captures = capturing(self._device_state("update")[0].scale.device)
+        if captures:
             # A replayed step takes the plan and the exponents that it was captured with.
             self._captured = Captured(self._row(), self._replay_key)
+        if captures or self._closed:
             super().update(new_scale)
+            self._amaxes.clear()
             self._talk.end()
             return
         sent = self._send()
@@ -263,7 +260,13 @@ class AdaptiveGradScaler(Noting):
         while len(self._pending) > (0 if self._pilot.searching else DELAY):
             self._heed(self._pending.popleft())
         self._step_number += 1
+        self._begin_random()
         self._probe_if_due(self._step_number)
+
+    def _begin_random(self) -> None:
+        """Now, and not in ``scale()``: a replayed step does not come by there."""
+        if self._emulation is not None:
+            self._emulation.begin_random(self._step_number)
 
     # Between a step's capture as a CUDA graph and its replays; see ``replay.py``.
 
@@ -275,11 +278,21 @@ class AdaptiveGradScaler(Noting):
     @property
     def replayable(self) -> bool:
         """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
+        if not self._enabled:
+            return True
         return self._captured is not None and self._captured.key == self._replay_key
 
     @property
     def _replay_key(self) -> Any:
-        return self.probing, self._engine.offsets, self._engine.pins
+        return self.probing, self._engine.offsets, self._engine.pins, self._policy
+
+    def register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Before a step is captured: stochastic rounding draws new numbers in every replay.
+
+        They are those of the step that is replayed, as if it were run.
+        """
+        if self._emulation is not None:
+            self._emulation.register(graph)
 
     def replayed(self) -> None:
         """End a replay of the captured step: what ``update()`` does on the host."""
@@ -289,8 +302,9 @@ class AdaptiveGradScaler(Noting):
             raise RuntimeError("replayed() comes after the replay of a step captured with update()")
         self._check_dispute()
         self._reactions.to(self._readback.tick(self._device_state("replayed")[1]), self)
-        self._end_step(InFlight(self._captured.row), None)
-        self._engine.write()
+        if not self._closed:
+            self._end_step(InFlight(self._captured.row), None)
+            self._engine.write()
 
     def _heed(self, arrived: Pending) -> None:
         if self._ranks is not None and not self._share(arrived):
@@ -412,6 +426,7 @@ class AdaptiveGradScaler(Noting):
         self._engine.take()
         self._follow()
         self._engine.wide = wide
+        self._begin_random()
         if probing:
             self._engine.probe()
 
