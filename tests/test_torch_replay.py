@@ -192,8 +192,9 @@ def test_each_replay_has_the_random_numbers_of_its_step(capture):
         trainer.scaler.replayed()
         twin.step()
     assert len(set(seen)) == len(seen) >= 6
-    state = trainer.scaler.state_dict()
-    twin.scaler.load_state_dict(state)
+    twin.step()
+    assert seeds(twin.scaler) != seeds(trainer.scaler)
+    twin.scaler.load_state_dict(trainer.scaler.state_dict())
     assert seeds(twin.scaler) == seeds(trainer.scaler), "before the next scale()"
     trainer.scaler.close()
     twin.scaler.close()
