@@ -1,6 +1,6 @@
 """Draws docs/eight-bit.svg: what 8-bit gradients cost a GPT, from the runs of eight_bit.py.
 
-    PYTHONPATH=. python3 docs/draw_eight_bit.py docs/eight-bit.svg benchmarks/results/eight_bit.jsonl
+PYTHONPATH=. python3 docs/draw_eight_bit.py docs/eight-bit.svg
 """
 
 from __future__ import annotations
