@@ -6,9 +6,8 @@ from compiled_harness import Mlp, build, graph_of, graphs, inputs, probed, rando
 from torch import nn
 from torch.nn import functional as F
 
-from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch import AdaptiveGradScaler, CapturedStep
 from gradlift.torch.engine import Engine
-from gradlift.torch.replay import CapturedStep
 
 pytestmark = [
     pytest.mark.gpu,

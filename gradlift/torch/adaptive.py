@@ -67,8 +67,8 @@ class AdaptiveGradScaler(Piloted):
     Args:
         model: the model that the losses come from.
         device: a device type, as for ``torch.amp.GradScaler``.
-        format: the format that gradients are stored in; an 8-bit one is that of the gradients
-            of Linear and Conv outputs.
+        format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
+            that of the gradients of Linear and Conv outputs.
         tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
@@ -91,7 +91,7 @@ class AdaptiveGradScaler(Piloted):
         model: nn.Module,
         device: str = "cuda",
         *,
-        format: str = "float16",
+        format: str | torch.dtype = "float16",
         tolerance: float = 1e-3,
         headroom: int = 3,
         interval: int | None = None,
@@ -216,7 +216,7 @@ class AdaptiveGradScaler(Piloted):
         if self.probing and capturing(outputs.device):
             raise RuntimeError(
                 "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
-                "and capture a later one; gradlift.torch.replay.CapturedStep does so by itself"
+                "and capture a later one; gradlift.torch.CapturedStep does so by itself"
             )
         if self._emulation is not None:
             calibrating = self._pilot.plan is None and self._engine.probing
@@ -231,16 +231,13 @@ class AdaptiveGradScaler(Piloted):
         if not self._enabled or torch.compiler.is_compiling():
             super().update(new_scale)
             return
-        if self._closed:
-            super().update(new_scale)
-            self._amaxes.clear()
-            self._talk.end()
-            return
-        device = self._device_state("update")[0].scale.device
-        if capturing(device):
+        captures = capturing(self._device_state("update")[0].scale.device)
+        if captures:
             # A replayed step takes the plan and the exponents that it was captured with.
             self._captured = Captured(self._row(), self._replay_key)
+        if captures or self._closed:
             super().update(new_scale)
+            self._amaxes.clear()
             self._talk.end()
             return
         sent = self._send()
@@ -257,11 +254,21 @@ class AdaptiveGradScaler(Piloted):
     @property
     def replayable(self) -> bool:
         """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
+        if not self._enabled:
+            return True
         return self._captured is not None and self._captured.key == self._replay_key
 
     @property
     def _replay_key(self) -> Any:
-        return self.probing, self._engine.offsets, self._engine.pins
+        return self.probing, self._engine.offsets, self._engine.pins, self._policy
+
+    def register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Before a step is captured: stochastic rounding draws new numbers in every replay.
+
+        They are those of the step that is replayed, as if it were run.
+        """
+        if self._emulation is not None:
+            self._emulation.register(graph)
 
     def replayed(self) -> None:
         """End a replay of the captured step: what ``update()`` does on the host."""
@@ -271,8 +278,9 @@ class AdaptiveGradScaler(Piloted):
             raise RuntimeError("replayed() comes after the replay of a step captured with update()")
         self._check_dispute()
         self._reactions.to(self._readback.tick(self._device_state("replayed")[1]), self)
-        self._end_step(InFlight(self._captured.row), None)
-        self._engine.write()
+        if not self._closed:
+            self._end_step(InFlight(self._captured.row), None)
+            self._engine.write()
 
     # Checkpoints.
 
@@ -322,6 +330,7 @@ class AdaptiveGradScaler(Piloted):
         self._engine.take()
         self._follow()
         self._engine.wide = saved.wide
+        self._begin_random()
         if saved.probing:
             self._engine.probe()
 

@@ -14,6 +14,7 @@ from typing import cast
 from torch import Tensor
 
 from gradlift.pilot import Pilot, Record
+from gradlift.torch.emulate import Emulation
 from gradlift.torch.probe import Probe
 from gradlift.torch.readback import InFlight, Remark
 from gradlift.torch.recorder import plan_change
@@ -27,6 +28,7 @@ class Piloted(Noting):
     """Adds the pilot's decisions to the record of a step."""
 
     _pilot: Pilot
+    _emulation: Emulation | None
     _pending: deque[Pending]
     _loaded_overflowed: list[str]
 
@@ -38,7 +40,13 @@ class Piloted(Noting):
         while len(self._pending) > (0 if self._pilot.searching else DELAY):
             self._heed(self._pending.popleft())
         self._step_number += 1
+        self._begin_random()
         self._probe_if_due(self._step_number)
+
+    def _begin_random(self) -> None:
+        """Now, and not in ``scale()``: a replayed step does not come by there."""
+        if self._emulation is not None:
+            self._emulation.begin_random(self._step_number)
 
     def _heed(self, arrived: Pending) -> None:
         """Show the pilot a step, and do what it says."""

@@ -33,6 +33,10 @@ class Probe(Rows):
         self._sent: list[tuple[torch.Tensor, Any]] | None = None
         self.reduction = Reduction()
         """What becomes of the parameters' gradients after the backward pass."""
+        self.sums: tuple[Sums, ...] = ()
+        """What else is added up, by row: nothing here, see ``layer_probe.py``."""
+        self.classifies = False
+        """Whether a loss is a classifier's, as far as a rule asks."""
 
     def record(self, row: int, grad: torch.Tensor) -> None:
         """Counts one gradient; nothing waits for the device."""
@@ -74,11 +78,6 @@ class Probe(Rows):
             known = found.get(row.key)
             found[row.key] = Histogram.merge((known, histogram)) if known else histogram
         return found
-
-    @property
-    def sums(self) -> tuple[Sums, ...]:
-        """What else has been added up, for ranks that must agree on it."""
-        return ()
 
     @property
     def empty(self) -> bool:

@@ -39,6 +39,9 @@ class Row:
     """Whether it is a leaf's gradient that is stored in float16, at the global scale."""
     rounded: Format | None = None
     """The format it is rounded to inside its component, see ``emulate.py``."""
+    terms: int = 0
+    """Products in one element of the input gradient of the layer behind a cut, where a rule asks
+    for them and knows the layer's weight."""
 
 
 class Rows:

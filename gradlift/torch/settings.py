@@ -1,4 +1,4 @@
-"""The scaler's numbers as a policy.
+"""The scaler's settings: its numbers as a policy, and its device.
 
 Defaults are told apart from the same values given by the user, so that ``policy=`` can refuse
 numbers beside it: each is an object of its own, which still is and shows the plain value.
@@ -7,6 +7,8 @@ numbers beside it: each is an object of its own, which still is and shows the pl
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from gradlift.policy import Dynamic, Policy, Static
 
@@ -38,6 +40,19 @@ _DEFAULTS = {
     "max_scale": (MAX_SCALE, 2.0**127),
     "on_floor": (ON_FLOOR, "warn"),
 }
+
+
+def check_device(device: Any) -> None:
+    """Refuses the name of a device that there cannot be; torch's class takes any."""
+    if not isinstance(device, str):
+        return
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device must be a device type that torch knows: 'cuda' for NVIDIA and AMD GPUs, "
+            f"'cpu', or that of another accelerator, got {device!r}"
+        ) from None
 
 
 class BadFactor(ValueError, AssertionError):
