@@ -2,18 +2,24 @@
 
 import pytest
 import torch
-from compiled_harness import Mlp, build, graph_of, graphs, inputs, probed, random_offsets
+from test_torch_compiled import Mlp, build, graph_of, graphs, inputs, probed, random_offsets
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from gradlift.torch import AdaptiveGradScaler, CapturedStep
 from gradlift.torch.engine import Engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 def step(call, model, engine, x=None):
