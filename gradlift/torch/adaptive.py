@@ -15,7 +15,6 @@ On an overflow the device lowers the scale at once, without asking the pilot.
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -29,7 +28,7 @@ from gradlift.formats import get
 from gradlift.pilot import Pilot
 from gradlift.plan import Plan, check_limits
 from gradlift.policy import Dynamic
-from gradlift.torch import adaptive_state, checkpoint
+from gradlift.torch import adaptive_state, checkpoint, settings
 from gradlift.torch import emulate as emulation
 from gradlift.torch.adaptive_ranks import Talk
 from gradlift.torch.adaptive_state import STATE_KEY, Saved
@@ -40,7 +39,7 @@ from gradlift.torch.piloting import DELAY, Piloted
 from gradlift.torch.readback import InFlight, Remarks, capturing
 from gradlift.torch.replay import Captured
 from gradlift.torch.step_record import Pending
-from gradlift.zhao2019 import Zhao2019, resolve
+from gradlift.zhao2019 import Zhao2019
 
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
 # overflows again is lost, and a probe brings the scale back a few steps later.
@@ -103,9 +102,9 @@ class AdaptiveGradScaler(Piloted):
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale, rule)
+        settings.check_adaptive(model, interval, init_scale, rule)
         check_limits(tolerance, headroom)
-        linear = _checked_functions(linear)
+        linear = settings.checked_functions(linear)
         emulation.check(get(format), emulate)
         policy = Dynamic(
             init_scale=init_scale,
@@ -377,30 +376,3 @@ def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engin
     if pilot.rule is None:
         return Engine(model, linear=linear)
     return Engine(model, linear=linear, new_probe=LayerProbe)
-
-
-def _check_arguments(model: Any, interval: Any, init_scale: float, rule: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            "AdaptiveGradScaler needs the model that is trained, an nn.Module, as its first "
-            f"argument, got {model if isinstance(model, str) else type(model).__name__!r}"
-        )
-    if interval is not None and (
-        isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
-    ):
-        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
-    if not isinstance(init_scale, (int, float)) or math.frexp(init_scale)[0] != 0.5:
-        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
-    resolve(rule)
-
-
-def _checked_functions(linear: Any) -> tuple[type, ...]:
-    """The user's autograd Functions; a name or a module there would hold for nothing."""
-    functions = tuple(linear) if isinstance(linear, Iterable) else (linear,)
-    for function in functions:
-        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
-            raise ValueError(
-                "linear must name subclasses of torch.autograd.Function, as in "
-                f"linear=[MyFunction], got {function!r}"
-            )
-    return functions
