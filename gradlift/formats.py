@@ -71,8 +71,8 @@ FORMATS = {
 }
 
 
-def get(format: str | Format) -> Format:
-    """The format of that name; a ``Format`` is returned as it is.
+def get(format: str | Format | torch.dtype) -> Format:
+    """The format of that name, or of a torch dtype; a ``Format`` is returned as it is.
 
     Example:
         >>> get("float16").min_subnormal
@@ -80,11 +80,14 @@ def get(format: str | Format) -> Format:
     """
     if isinstance(format, Format):
         return format
-    if not isinstance(format, str) or format not in FORMATS:
+    name = format
+    if type(format).__module__ == "torch":  # told by its name, which imports no torch
+        name = str(format).removeprefix("torch.")
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(
             f"unknown format {format!r}; gradlift knows {', '.join(map(repr, FORMATS))}"
         )
-    return FORMATS[format]
+    return FORMATS[name]
 
 
 @overload

@@ -63,7 +63,7 @@ class Planned:
         return Component(self.modules).name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """An exponent for every component; the components are in the graph's order."""
 
@@ -157,6 +157,9 @@ class Plan:
             for c in self.squeezed
         ]
         return "\n".join(lines + [f"  probe again: {reason}" for reason in self.reasons])
+
+    # What an interactive session shows of it; ``to_dict`` gives every field.
+    __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in numbers, strings, lists and dicts, for a checkpoint."""

@@ -5,7 +5,8 @@ from collections import Counter
 
 import torch
 
-from gradlift.torch.engine import Engine, tensors_in
+from gradlift.torch.engine import Engine
+from gradlift.torch.outputs import tensors_in
 
 SCALE = 2.0**10
 

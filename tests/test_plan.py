@@ -249,6 +249,7 @@ def test_one_exponent_for_a_network_that_allows_it():
     assert plan.one_exponent_serves
     assert not plan.probe_again
     assert str(plan) == "float16, loss scale 2^11: one exponent serves all 3 components"
+    assert repr(plan) == str(plan), "what a session shows"
     assert plan.room == 3
     assert plan.limit(amax=-5) == 9
 

@@ -7,9 +7,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch import AdaptiveGradScaler, CapturedStep
 from gradlift.torch.engine import Engine
-from gradlift.torch.replay import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

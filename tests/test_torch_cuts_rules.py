@@ -14,8 +14,10 @@ from cuts_harness import SCALE, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradlift.torch import cuts, engine, graph, tasks
+from gradlift.torch import cuts, graph, outputs, tasks
+from gradlift.torch.arming import ArmedGraphs
 from gradlift.torch.engine import Engine
+from gradlift.torch.outputs import Outputs
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +135,7 @@ def test_forwards_that_are_never_armed_leave_nothing_behind(model, pinned):
     del output, model.first, model.second
     assert node() is None
     assert saved() is None
-    assert not pinned._roots
+    assert not pinned._armed.roots
 
 
 def test_armed_graphs_are_freed_without_the_garbage_collector(model):
@@ -158,13 +160,13 @@ def test_armed_graphs_are_freed_without_the_garbage_collector(model):
             pinned.probe()
             x = Holder.apply(X.clone().requires_grad_())
             scaled = scale(loss_of(model, x), pinned)
-            assert len(pinned._roots) == 1
+            assert len(pinned._armed.roots) == 1
             if backpropagate:
                 scaled.backward()
             del scaled, x
             model.first = model.second = None
             pinned.take()
-            assert len(pinned._roots) == 0
+            assert len(pinned._armed.roots) == 0
         assert [ref() for ref in holders] == [None, None]
     finally:
         gc.enable()
@@ -278,7 +280,11 @@ def test_losses_armed_one_after_the_other_share_one_assignment(model, pinned, mo
 
     for backward in (one_by_one, first_again):
         fails_without(
-            monkeypatch, Engine, "_walk", alone, lambda b=backward: check_losses(model, pinned, b)
+            monkeypatch,
+            ArmedGraphs,
+            "walk",
+            alone,
+            lambda b=backward: check_losses(model, pinned, b),
         )
 
 
@@ -511,20 +517,22 @@ def test_gradients_that_alias_are_not_changed_in_place(monkeypatch):
     watched.close()
 
 
+class First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx, one, two):  # type: ignore[override]
+        return one, None
+
+
+class Two(Net):
+    def forward(self, x):
+        return self.c(First.apply(self.b(x), self.a(x))[0])
+
+
 def test_none_gradients_pass(monkeypatch):
-    class First(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, y):
-            return x.clone(), y.clone()
-
-        @staticmethod
-        def backward(ctx, one, two):  # type: ignore[override]
-            return one, None
-
-    class Two(Net):
-        def forward(self, x):
-            return self.c(First.apply(self.b(x), self.a(x))[0])
-
     model, given = Two(), []
     watched = Engine(model, linear=[First])
     watched.pin({"a": 5, "b": 2})
@@ -612,9 +620,9 @@ def test_forwards_inside_a_backward_are_ignored(monkeypatch):
     watched = Engine(model)
     watched.pin({"a": 5, "b": -3})
     placed = []
-    place = Engine._place_cut
+    place = Outputs._place
     monkeypatch.setattr(
-        Engine, "_place_cut", lambda self, *args: placed.append(args[1]) or place(self, *args)
+        Outputs, "_place", lambda self, *args: placed.append(args[1]) or place(self, *args)
     )
 
     def test():
@@ -622,7 +630,7 @@ def test_forwards_inside_a_backward_are_ignored(monkeypatch):
         check_active(model, watched)
         assert placed == ["a", "b.0", "b.1", "b.2", "b", "c", ""] * 2
 
-    fails_without(monkeypatch, engine, "is_foreign_pass", lambda: False, test)
+    fails_without(monkeypatch, outputs, "is_foreign_pass", lambda: False, test)
     watched.close()
 
 
@@ -732,7 +740,7 @@ def test_contradictory_pins_are_refused_before_anything_changes():
     for refuse in (watched.arm, watched.check):
         with pytest.raises(ValueError, match=r"'0.1' at 4 and '0' at 3"):
             refuse(scaled)
-    assert not watched._roots
+    assert not watched._armed.roots
     scaled.backward()
     same([p.grad / SCALE for p in model.parameters()], expected)
     watched.pin({"0": 3, "0.1": 3})

@@ -16,7 +16,7 @@ from gradlift.diagnosis import Gradient, shorten
 from gradlift.formats import round_to
 from gradlift.histogram import Histogram
 from gradlift.torch import diagnose
-from gradlift.torch.probe import count_exponents
+from gradlift.torch.counting import count_exponents
 
 
 def tanh_net(depth: int = 30, gain: float = 0.4) -> nn.Sequential:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -648,3 +649,25 @@ def test_a_model_without_such_layers_is_told_once():
     with pytest.warns(UserWarning, match="emulate rounds nothing"):
         scaler.scale(model(torch.randn(2, 4)).sum())
     scaler.scale(F.relu(model(torch.randn(2, 4))).sum())
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("given", ["compiled", "plain"])
+def test_a_compiled_model_is_told_once(given):
+    """Its probes run uncompiled and are rounded, its other steps are not."""
+    model, x = TwoLayers(), torch.randn(7, 6)
+    compiled = torch.compile(model, backend="aot_eager")
+    scaler = AdaptiveGradScaler(
+        compiled if given == "compiled" else model, "cpu", format=E4M3, emulate=True, interval=4
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            optimizer.zero_grad()
+            scaler.scale(compiled(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    ours = [str(each.message) for each in said if "gradlift" in str(each.message)]
+    assert sum("emulate does not round in compiled code" in one for one in ours) == 1
+    scaler.close()

@@ -9,9 +9,9 @@ import torch
 from cuts_harness import check_active, random_offsets, run, same
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, MasterWeights, probe
+from gradlift.torch import AdaptiveGradScaler, MasterWeights, survey
 from gradlift.torch.engine import Engine
-from gradlift.torch.probe import HALF_LEAVES
+from gradlift.torch.survey import HALF_LEAVES
 
 TINY = torch.finfo(torch.float16).tiny
 
@@ -176,7 +176,7 @@ def test_the_plan_serves_fp16_gradients_at_the_global_scale(monkeypatch):
     assert planned.modules == (HALF_LEAVES,)
     assert planned.exponent == scaler.plan.global_exponent
     assert planned.exponent in planned.interval
-    monkeypatch.setattr(probe, "_with_half_leaves", lambda survey, found: survey)
+    monkeypatch.setattr(survey, "_with_half_leaves", lambda survey, found: survey)
     scaler, grads = train(Loud().half(), 16, init_scale=2.0**8)
     assert scaler.plan.active
     assert not grads[1].all()

@@ -4,10 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from gradlift.formats import FORMATS
 from gradlift.pilot import Pilot
-from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights, diagnose
-from gradlift.torch.join import UnevenInputs
-from gradlift.torch.replay import CapturedStep
+from gradlift.torch import (
+    AdaptiveGradScaler,
+    CapturedStep,
+    GradScaler,
+    MasterWeights,
+    UnevenInputs,
+    diagnose,
+)
 
 
 def network():
@@ -29,6 +35,8 @@ def adaptive(**settings):
         ({"emulate": True}, "emulate=True.*format is 'float16': take 'float8_e4m3fn'"),
         ({"emulate": "random", "format": "float8_e5m2"}, "'stochastic', got 'random'"),
         ({"format": "fp16"}, "unknown format 'fp16'.*'float16'"),
+        ({"format": torch.int8}, r"unknown format torch.int8.*'float16'"),
+        ({"format": torch.nn}, "unknown format <module 'torch.nn'"),
         ({"tolerance": 2}, "tolerance is a fraction.*got 2"),
         ({"tolerance": "1e-3"}, "tolerance is a fraction.*got '1e-3'"),
         ({"headroom": -1}, "headroom is a whole number of bits.*got -1"),
@@ -41,6 +49,28 @@ def adaptive(**settings):
 def test_settings(settings, said):
     with pytest.raises(ValueError, match=said):
         adaptive(**settings)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_may_be_a_dtype(name):
+    scaler = adaptive(format=getattr(torch, name))
+    assert scaler._pilot.format is FORMATS[name]
+    state, twin = scaler.state_dict(), adaptive(format=name)
+    twin.load_state_dict(state)
+    assert twin.state_dict() == state
+
+
+@pytest.mark.parametrize("make", [GradScaler, lambda device: AdaptiveGradScaler(network(), device)])
+def test_device(make):
+    for device in ("gpu", "CUDA", ""):
+        with pytest.raises(ValueError, match=f"'cuda' for NVIDIA and AMD GPUs.*got '{device}'"):
+            make(device)
+    assert make("cpu").is_enabled()
+    assert make("meta").is_enabled()
+
+
+def test_a_scaler_that_is_not_enabled_takes_any_device():
+    assert not GradScaler("gpu", enabled=False).is_enabled()
 
 
 def test_one_linear_function_needs_no_list():

@@ -11,9 +11,10 @@ from torch import nn
 
 from gradlift.histogram import BINS
 from gradlift.plan import choose
-from gradlift.torch import probe as probes
+from gradlift.torch import counting
+from gradlift.torch.counting import count_in_plain_torch
 from gradlift.torch.engine import Engine
-from gradlift.torch.probe import Probe, count_in_plain_torch
+from gradlift.torch.probe import Probe
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -46,8 +47,8 @@ def test_exponents_are_counted_as_one_by_one(dtype, device, monkeypatch):
     special = torch.tensor(SPECIAL).repeat(3)
     for grad in (wide.to(dtype), wide.to(dtype).transpose(0, 2)[::2], special.to(dtype)):
         counts = torch.zeros(BINS, dtype=torch.int64, device=device)
-        for chunk in (probes._CHUNK, 100):
-            monkeypatch.setattr(probes, "_CHUNK", chunk)
+        for chunk in (counting._CHUNK, 100):
+            monkeypatch.setattr(counting, "_CHUNK", chunk)
             count_in_plain_torch(grad.to(device), counts)
         expected = plain_bins(grad.float().flatten().tolist())
         assert counts.tolist() == [2 * count for count in expected]
@@ -56,10 +57,10 @@ def test_exponents_are_counted_as_one_by_one(dtype, device, monkeypatch):
 @pytest.mark.gpu
 def test_the_deterministic_count_is_the_same():
     exponents = torch.randint(0, 256, (10_000,), dtype=torch.int32, device="cuda")
-    fast = probes._count(exponents).tolist()
+    fast = counting._count(exponents).tolist()
     torch.use_deterministic_algorithms(True)
     try:
-        assert probes._count(exponents).tolist() == fast
+        assert counting._count(exponents).tolist() == fast
     finally:
         torch.use_deterministic_algorithms(False)
     assert fast == torch.bincount(exponents, minlength=BINS).tolist()
@@ -98,7 +99,7 @@ def test_other_layouts_are_counted_by_what_they_hold(grad):
     probe = Probe()
     probe._row("x", 0, 0, 0)
     probe.record(0, grad)
-    dense = probes._dense(grad)
+    dense = counting.dense(grad)
     assert sum(sum(counts.tolist()[0]) for counts in probe.counts.values()) == dense.numel()
 
 

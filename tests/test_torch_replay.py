@@ -1,6 +1,7 @@
 """Steps of the adaptive scaler as CUDA graphs: what the host knows after replays."""
 
 import copy
+import itertools
 import threading
 
 import pytest
@@ -8,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, adaptive, agreement
+from gradlift.torch import AdaptiveGradScaler, CapturedStep, adaptive, agreement
 from gradlift.torch.distributed import Ranks
-from gradlift.torch.replay import CapturedStep
 
 
 def tanh_net(depth, gain, width=16):
@@ -146,6 +146,60 @@ def test_a_copy_has_captured_nothing(capture):
     trainer.scaler.close()
 
 
+def test_a_closed_scaler_keeps_its_captured_step(capture):
+    trainer, twin = settled(), settled()
+    trainer.scaler.close()
+    twin.scaler.close()
+    assert not trainer.scaler.replayable
+    capture(trainer)
+    twin.step()
+    steps = trainer.scaler._step_number
+    for _ in range(5):
+        assert trainer.scaler.replayable
+        trainer.scaler.replayed()
+    assert trainer.scaler._step_number == steps, "nothing is looked for any more"
+    assert trainer.scaler.state_dict() == twin.scaler.state_dict()
+    trainer.scaler.set_growth_interval(7)
+    assert not trainer.scaler.replayable, "the number is in the graph"
+
+
+def test_a_scaler_that_is_not_enabled_never_makes_a_step_stale():
+    trainer = Trainer("cpu", enabled=False)
+    assert trainer.scaler.replayable
+    trainer.step()
+    trainer.scaler.replayed()
+    assert trainer.scaler.replayable
+
+
+def seeds(scaler):
+    rounding = scaler._emulation._rounding
+    return [generator.initial_seed() for generator in rounding._generators.values()]
+
+
+def test_each_replay_has_the_random_numbers_of_its_step(capture):
+    """What a graph reads of a generator at a replay is its seed, as the host has set it."""
+    options = {"format": "float8_e4m3fn", "emulate": "stochastic", "interval": 20}
+    trainer, twin = settled(**options), settled(**options)
+    # Early on probes come close together.
+    while trainer.scaler._pilot.next_probe < trainer.scaler._step_number + 6:
+        trainer.step()
+        twin.step()
+    capture(trainer)
+    seen = []
+    while trainer.scaler.replayable:
+        assert seeds(trainer.scaler) == seeds(twin.scaler)
+        seen += seeds(trainer.scaler)
+        trainer.scaler.replayed()
+        twin.step()
+    assert len(set(seen)) == len(seen) >= 6
+    twin.step()
+    assert seeds(twin.scaler) != seeds(trainer.scaler)
+    twin.scaler.load_state_dict(trainer.scaler.state_dict())
+    assert seeds(twin.scaler) == seeds(trainer.scaler), "before the next scale()"
+    trainer.scaler.close()
+    twin.scaler.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth_and_gain", [(3, 0.8), (40, 0.4)], ids=["one scale", "cuts"])
 def test_gpu_a_replayed_run_takes_the_steps_of_one_that_is_not(depth_and_gain):
@@ -195,3 +249,87 @@ def test_gpu_what_other_threads_do_does_not_end_a_capture():
         thread.join()
     assert captured.replays > 20
     trainer.scaler.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emulate", ["nearest", "stochastic"])
+def test_gpu_replays_round_as_the_steps_would(emulate):
+    options = {"format": "float8_e4m3fn", "emulate": emulate, "interval": 25}
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append(Trainer("cuda", 6, 0.8, **options))
+    captured = CapturedStep(runs[0].scaler, runs[0].step)
+    for _ in range(160):
+        captured()
+        runs[1].step()
+    # Early on most steps of a run in 8 bits are probes, or the first of a new plan.
+    assert captured.replays > 40
+    assert runs[0].scaler.plan == runs[1].scaler.plan
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for run in runs:
+        run.scaler.close()
+
+
+@pytest.mark.gpu
+def test_gpu_replays_of_one_step_draw_different_numbers():
+    options = {"format": "float8_e4m3fn", "emulate": "stochastic", "interval": 50}
+    trainer = Trainer("cuda", 6, 0.8, **options)
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    weight = trainer.model[0].weight
+    kept = torch.zeros_like(weight)
+    weight.register_hook(lambda grad: (kept.copy_(grad), None)[1])
+    captured, found = CapturedStep(trainer.scaler, trainer.step), []
+    while captured.replays < 4:
+        scale = trainer.scaler.get_scale()
+        captured()
+        if captured.replays:
+            found.append(kept / scale)
+    for one, other in itertools.combinations(found, 2):
+        assert not torch.equal(one, other)
+    trainer.scaler.close()
+
+
+@pytest.mark.gpu
+def test_gpu_a_generator_that_the_graph_was_not_told_of():
+    """torch refuses to draw from it, or registers it itself; never the same numbers again."""
+    trainer = Trainer("cuda", format="float8_e4m3fn", emulate="stochastic", interval=100)
+    for _ in range(8):
+        trainer.step()
+    while trainer.scaler.probing:
+        trainer.step()
+    graph, said = torch.cuda.CUDAGraph(), ""
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            trainer.step()
+    except RuntimeError as error:
+        said = str(error)
+    if said:
+        assert "register_generators(graph) before the capture" in said
+    else:
+        before = trainer.model[0].weight.detach().clone()
+        graph.replay()
+        trainer.scaler.replayed()
+        assert not torch.equal(trainer.model[0].weight, before)
+    trainer.scaler.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["closed", "not enabled"])
+def test_gpu_one_capture_serves_where_nothing_can_change(kind):
+    runs = [Trainer("cuda", enabled=kind == "closed") for _ in range(2)]
+    for run in runs:
+        for _ in range(4 if kind == "closed" else 0):
+            run.step()
+        run.scaler.close()
+    calls = []
+    captured = CapturedStep(runs[0].scaler, lambda: (calls.append(1), runs[0].step())[1])
+    for _ in range(20):
+        captured()
+        runs[1].step()
+    assert len(calls) == 2, "once to warm up and once to capture"
+    assert captured.replays == 19
+    assert runs[0].scaler.get_scale() == runs[1].scaler.get_scale()
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -49,7 +49,9 @@ import torch
 from cuts_harness import SCALE, run, same
 from test_torch_cuts_rules import (
     PINS,
+    First,
     Net,
+    Two,
     WithFunction,
     X,
     check,
@@ -60,10 +62,21 @@ from test_torch_cuts_rules import (
 )
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, cuts, engine, exponents, graph, names, tasks
+from gradlift.torch import (
+    AdaptiveGradScaler,
+    arming,
+    cuts,
+    engine,
+    exponents,
+    graph,
+    names,
+    outputs,
+    survey,
+    tasks,
+)
+from gradlift.torch.arming import ArmedGraphs
 from gradlift.torch.cuts import Cut, LeafReturn
 from gradlift.torch.engine import Engine
-from gradlift.torch.probe import Probe
 
 
 @pytest.fixture(autouse=True)
@@ -191,10 +204,10 @@ def test_a_pass_inside_a_functions_backward_is_neutral(fails_without):
 
 def test_an_input_that_needs_a_gradient_gets_the_global_scale(model, pinned, fails_without):
     x = X.clone().requires_grad_()
-    set_leaves = Engine._set_leaves
+    set_leaves = ArmedGraphs._set_leaves
 
     def parameters_alone(self, found, offsets, gate):
-        own = self._names.of_parameter
+        own = pinned.parameter_names
         found.leaves = [edge for edge in found.leaves if id(edge.leaf) in own]
         set_leaves(self, found, offsets, gate)
 
@@ -206,7 +219,7 @@ def test_an_input_that_needs_a_gradient_gets_the_global_scale(model, pinned, fai
         same(run(model, step, pinned, leaves=[x])[0], expected)
         assert pinned.active
 
-    fails_without(Engine, "_set_leaves", parameters_alone, body)
+    fails_without(ArmedGraphs, "_set_leaves", parameters_alone, body)
 
 
 @pytest.mark.filterwarnings("ignore:gradlift")
@@ -214,7 +227,7 @@ def test_the_losss_own_component_stays_at_the_global_scale(model, fails_without)
     """Ops outside the model add to what a returns, so that c and the loss are one component."""
     watched = Engine(model)
     watched.pin({"c": 5})
-    walk = engine.walk
+    walk = arming.walk
 
     def free(*args):
         found = walk(*args)
@@ -225,7 +238,7 @@ def test_the_losss_own_component_stays_at_the_global_scale(model, fails_without)
         loss = model(X).pow(2).mean()
         scale(loss + model.first.sum() + model.second.sum(), watched).backward()
 
-    fails_without(engine, "walk", free, lambda: check(model, watched, backward))
+    fails_without(arming, "walk", free, lambda: check(model, watched, backward))
     watched.close()
 
 
@@ -246,7 +259,7 @@ def test_a_graph_that_was_differentiated_stays_neutral(model, pinned, fails_with
         assert pinned.neutral == cuts.DIFFERENTIATED
         assert pinned.active == ()
 
-    fails_without(engine, "_differentiated", lambda found: False, body, error=ValueError)
+    fails_without(engine, "is_differentiated", lambda found: False, body, error=ValueError)
 
 
 # 6. Parameter hooks.
@@ -281,7 +294,7 @@ def test_our_hook_comes_before_the_users_even_when_theirs_was_first(model, pinne
             model.a.weight._backward_hooks.clear()
             model.a.weight._backward_hooks.update(fresh)
 
-    fails_without(Engine, "_leaf_return", after_the_users, body)
+    fails_without(ArmedGraphs, "leaf_return", after_the_users, body)
     handle.remove()
 
 
@@ -308,21 +321,6 @@ def test_leaves_are_told_by_the_type_of_their_node(fails_without):
 
     fails_without(graph, "type", by_attribute, lambda: check_active(model, watched))
     watched.close()
-
-
-class First(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        return x.clone(), y.clone()
-
-    @staticmethod
-    def backward(ctx, one, two):  # type: ignore[override]
-        return one, None
-
-
-class Two(Net):
-    def forward(self, x):
-        return self.c(First.apply(self.b(x), self.a(x))[0])
 
 
 def test_none_passes_the_hooks(fails_without):
@@ -408,10 +406,10 @@ def test_parameter_gradients_bound_the_exponent(fails_without):
         largest = scaler.get_scale() * max(p.grad.abs().max() for p in model.parameters())
         assert 2.0**6 < largest < 2.0**14, "near the top, with room to spare"
 
-    def unbound(self, histograms, component, found, room):
+    def unbound(histograms, component, found, room):
         return None
 
-    fails_without(Probe, "_bound", unbound, body)
+    fails_without(survey, "_bound", unbound, body)
 
 
 # 10. Copies, pickles, scripts, modules added later, names.
@@ -421,8 +419,8 @@ def test_a_copy_does_not_feed_the_originals_engine(model, pinned, monkeypatch, f
     twin = copy.deepcopy(model)
 
     def saw_anything(self, module, output):
-        for number, tensor in enumerate(engine.tensors_in(output)):
-            self._place_cut(tensor, type(module).__name__, number)
+        for number, tensor in enumerate(outputs.tensors_in(output)):
+            self._outputs._place(tensor, type(module).__name__, number)
 
     def body():
         loss = loss_of(twin)
@@ -430,7 +428,7 @@ def test_a_copy_does_not_feed_the_originals_engine(model, pinned, monkeypatch, f
         assert not graph.walk([(loss.grad_fn, 0)], lambda n: n.metadata.get(marks)).cuts
         assert graph.walk([(loss_of(model).grad_fn, 0)], lambda n: n.metadata.get(marks)).cuts
 
-    fails_without(Engine, "_saw", saw_anything, body)
+    fails_without(Engine, "saw", saw_anything, body)
 
 
 def on_every_module(watched):
@@ -442,7 +440,7 @@ def on_every_module(watched):
                 handle.remove()
 
     return Handles(
-        module.register_forward_hook(lambda m, args, output: watched._saw(m, output))
+        module.register_forward_hook(lambda m, args, output: watched.saw(m, output))
         for module in watched.model.modules()
     )
 
@@ -467,7 +465,7 @@ def test_a_watched_model_is_pickled(fails_without):
         assert torch.equal(pickle.loads(pickle.dumps(model))(X), model(X))
 
     fails_without(
-        engine, "_watch", on_every_module, lambda: watched_while(there_and_back), NO_PICKLE
+        engine, "watch", on_every_module, lambda: watched_while(there_and_back), NO_PICKLE
     )
 
 
@@ -475,7 +473,7 @@ def test_a_watched_model_is_saved_whole(fails_without):
     def body():
         watched_while(lambda model: torch.save(model, io.BytesIO()))
 
-    fails_without(engine, "_watch", on_every_module, body, NO_PICKLE)
+    fails_without(engine, "watch", on_every_module, body, NO_PICKLE)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -484,7 +482,7 @@ def test_a_watched_model_is_scripted(fails_without):
         watched_while(torch.jit.script)
 
     # Of the many things the compiler may say to a lambda with a free variable.
-    fails_without(engine, "_watch", on_every_module, body, (RuntimeError, TypeError, OSError))
+    fails_without(engine, "watch", on_every_module, body, (RuntimeError, TypeError, OSError))
 
 
 def test_modules_added_later_are_seen_at_the_next_probe(fails_without):
@@ -501,8 +499,8 @@ def test_modules_added_later_are_seen_at_the_next_probe(fails_without):
         model.b = nn.Sequential(model.b, nn.Linear(4, 4))
         watched.probe()
         scale(loss_of(model), watched).backward()
-        survey = watched.take().survey(10)
-        assert {"b", "b.0", "b.1"} <= {key for c in survey.graph.components for key in c.modules}
+        seen = watched.take().survey(10)
+        assert {"b", "b.0", "b.1"} <= {key for c in seen.graph.components for key in c.modules}
         watched.close()
 
     fails_without(engine, "Names", made_once, body)

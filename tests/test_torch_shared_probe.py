@@ -10,6 +10,8 @@ from torch import nn
 
 from gradlift.plan import BINS
 from gradlift.torch.engine import Engine
+from gradlift.torch.layer_probe import LayerProbe
+from gradlift.torch.moments import sums_in_plain_torch, times_two_to
 from gradlift.torch.probe import Row
 from gradlift.torch.reductions import Reduction, _bits, _divided_after, reduction_of
 from gradlift.torch.shared_probe import Layout, hold, merged, pack, part_of, unpack
@@ -29,8 +31,9 @@ class Chain(nn.Module):
         return x
 
 
-def probed(model, x, *, without=(), half=False, scale=2.0**10):
-    engine = Engine(model)
+def probed(model, x, *, without=(), half=False, scale=2.0**10, kind=None, offsets=None):
+    engine = Engine(model) if kind is None else Engine(model, new_probe=kind)
+    engine.follow(offsets or {})
     engine.probe()
     with torch.autocast("cpu", torch.float16, enabled=half):
         loss = model(x, without).float().pow(2).sum()
@@ -233,3 +236,68 @@ def test_what_is_computed_in_float32_is_known_on_all_ranks_and_needs_all_of_them
     assert merged([(one, []), (one, [])]).wide == {"layers.1.weight"}
     # Narrow on one rank is narrow.
     assert merged([(one, []), (replace(one, wide=()), [])]).wide == set()
+
+
+def layer_parts(model, xs, **kwargs):
+    probes = [probed(model, x, kind=LayerProbe, **kwargs) for x in xs]
+    return [part_of(Layout.of(probe), counts_of(probe), probe.sums) for probe in probes], probes
+
+
+def test_statistics_of_ranks_whose_graphs_differ_are_those_of_all_data():
+    torch.manual_seed(0)
+    model, xs = Chain(), torch.randn(2, 8, 4).unbind()
+    parts, _ = layer_parts(model, xs)
+    ((_, dropped), _) = layer_parts(model, xs, without=(2,))
+    found = {p.name: p for p in merged([parts[0], dropped], LayerProbe()).survey(10).passages}
+    assert found.keys() == {"layers.0", "layers.1", "layers.2", "layers.3"}
+    # Of what one rank alone has, its own; of what both have, the mean over both.
+    (alone,) = (
+        p for p in layer_parts(model, xs[:1])[1][0].survey(10).passages if p.name == "layers.2"
+    )
+    assert found["layers.2"].gradient == alone.gradient
+    each = [merged([part], LayerProbe()).survey(10) for part in (parts[0], dropped)]
+    last = [next(p for p in one.passages if p.name == "layers.3").gradient for one in each]
+    both = found["layers.3"].gradient
+    assert both.square == pytest.approx((last[0].square + last[1].square) / 2, rel=1e-6)
+    assert both.largest == max(one.largest for one in last)
+    for name, passage in found.items():
+        assert passage.terms == 4
+        assert passage.weight.largest == model.get_submodule(name).weight.abs().max().item()
+
+
+def test_a_cut_that_ran_at_several_exponents_is_one_passage():
+    """As where one rank runs neutral: its row is another one, the true gradient the same."""
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(8, 4)
+    (plain,), (probe,) = layer_parts(model, [x])
+    offsets = {"": 0, **{f"layers.{n}": 6 - 2 * n for n in range(4)}}
+    (moved,), _ = layer_parts(model, [x], offsets=offsets)
+    assert moved.layout != plain.layout
+    expected = {p.name: p for p in probe.survey(10).passages}
+    found = merged([plain, moved], LayerProbe()).survey(10).passages
+    assert [p.name for p in found] == list(expected)
+    for passage in found:
+        one = expected[passage.name]
+        assert (passage.gradient.square, passage.gradient.largest) == (
+            one.gradient.square,
+            one.gradient.largest,
+        )
+        assert passage.gradient.log_mean == pytest.approx(one.gradient.log_mean, rel=1e-5)
+        assert passage.gradient.log_std == pytest.approx(one.gradient.log_std, rel=1e-4)
+
+
+@pytest.mark.parametrize("exponent", [-40, -1, 0, 3, 60])
+def test_sums_of_a_tensor_times_a_power_of_two(exponent):
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    x[:5] = 0.0
+    moved = times_two_to(sums_in_plain_torch(x).tolist(), exponent)
+    assert moved == pytest.approx(sums_in_plain_torch(x * 2.0**exponent).tolist(), rel=1e-4)
+
+
+def test_a_loss_that_classifies_on_one_rank_does_so_for_all():
+    (part,), _ = layer_parts(Chain(), [torch.randn(8, 4)])
+    other = part._replace(layout=replace(part.layout, classifies=True))
+    assert part.layout.digest() != other.layout.digest()
+    kinds = [p.classifies for p in merged([part, other], LayerProbe()).survey(10).passages]
+    assert any(kinds)
+    assert not any(p.classifies for p in merged([part], LayerProbe()).survey(10).passages)

@@ -1,9 +1,7 @@
 """PyTorch: ``GradScaler``, a drop-in replacement for ``torch.amp.GradScaler``, and
 ``AdaptiveGradScaler``, which finds its scale from the gradients; ``MasterWeights`` for
-half-precision parameters, and ``diagnose``.
-
-Imported from where they are: ``gradlift.torch.replay.CapturedStep`` (an adaptive step as a CUDA
-graph), ``gradlift.torch.join.UnevenInputs`` (ranks with different numbers of batches)."""
+half-precision parameters, and ``diagnose``; ``CapturedStep``, an adaptive step as a CUDA graph, and
+``UnevenInputs``, for ranks with different numbers of batches."""
 
 try:
     import torch as _torch  # noqa: F401
@@ -14,7 +12,16 @@ except ImportError as error:
 
 from gradlift.torch.adaptive import AdaptiveGradScaler
 from gradlift.torch.diagnose import diagnose
+from gradlift.torch.join import UnevenInputs
 from gradlift.torch.masters import MasterWeights
+from gradlift.torch.replay import CapturedStep
 from gradlift.torch.scaler import GradScaler
 
-__all__ = ["AdaptiveGradScaler", "GradScaler", "MasterWeights", "diagnose"]
+__all__ = [
+    "AdaptiveGradScaler",
+    "CapturedStep",
+    "GradScaler",
+    "MasterWeights",
+    "UnevenInputs",
+    "diagnose",
+]

@@ -4,21 +4,17 @@ It drives three things and decides nothing itself: the engine (``engine.py``) ru
 passes at given exponents and records probes, the pilot (``gradlift.pilot``) decides, and
 ``GradScaler`` does all the rest. After a step::
 
-    record of the step: scale, largest gradient, overflow     on the device, one copy to the host
-    probe of the step, if it was one                           likewise
-    record and probe of the step DELAY before                  to the pilot, waiting if it must
-    what the pilot says                                        to the scale and the engine
+    step_record.py   scale, largest gradient, overflow     on the device, one copy to the host
+    probe.py         the histograms, if it was a probe     likewise
+    piloting.py      both, of the step DELAY before        to the pilot, waiting if it must
+                     what the pilot says                   to the scale and the engine
 
-The delay is fixed, so that a run takes the same steps on a fast machine and on a slow one. While
-the first exponent is being looked for there is none: a wait costs less than a step at a scale that
-flushes or overflows. On an overflow the device lowers the scale at once, without asking the pilot.
+On an overflow the device lowers the scale at once, without asking the pilot.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -29,34 +25,28 @@ import torch
 from torch import Tensor, nn
 
 from gradlift.formats import get
-from gradlift.pilot import Pilot, Record
+from gradlift.pilot import Pilot
 from gradlift.plan import Plan, check_limits
 from gradlift.policy import Dynamic
-from gradlift.torch import checkpoint
+from gradlift.torch import adaptive_state, checkpoint, settings
 from gradlift.torch import emulate as emulation
 from gradlift.torch.adaptive_ranks import Talk
+from gradlift.torch.adaptive_state import STATE_KEY, Saved
 from gradlift.torch.engine import Engine
 from gradlift.torch.layer_probe import LayerProbe
 from gradlift.torch.narrow import Narrow
-from gradlift.torch.probe import Probe
-from gradlift.torch.readback import InFlight, Remark, Remarks, capturing
-from gradlift.torch.recorder import plan_change
+from gradlift.torch.piloting import DELAY, Piloted
+from gradlift.torch.readback import InFlight, Remarks, capturing
 from gradlift.torch.replay import Captured
-from gradlift.torch.step_record import Noting, Pending
-from gradlift.zhao2019 import Zhao2019, resolve
-
-# Steps between a step and what is made of it.
-DELAY = 2
+from gradlift.torch.step_record import Pending
+from gradlift.zhao2019 import Zhao2019
 
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
 # overflows again is lost, and a probe brings the scale back a few steps later.
 BACKOFF = 2.0**-4
 
-STATE_KEY = "gradlift_adaptive"
-VERSION = 1
 
-
-class AdaptiveGradScaler(Noting):
+class AdaptiveGradScaler(Piloted):
     """A ``GradScaler`` that finds its scale from the gradients, for each part of the model.
 
     The loop is ``GradScaler``'s::
@@ -76,8 +66,8 @@ class AdaptiveGradScaler(Noting):
     Args:
         model: the model that the losses come from.
         device: a device type, as for ``torch.amp.GradScaler``.
-        format: the format that gradients are stored in; an 8-bit one is that of the gradients
-            of Linear and Conv outputs.
+        format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
+            that of the gradients of Linear and Conv outputs.
         tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
@@ -100,7 +90,7 @@ class AdaptiveGradScaler(Noting):
         model: nn.Module,
         device: str = "cuda",
         *,
-        format: str = "float16",
+        format: str | torch.dtype = "float16",
         tolerance: float = 1e-3,
         headroom: int = 3,
         interval: int | None = None,
@@ -112,9 +102,9 @@ class AdaptiveGradScaler(Noting):
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        _check_arguments(model, interval, init_scale, rule)
+        settings.check_adaptive(model, interval, init_scale, rule)
         check_limits(tolerance, headroom)
-        linear = _checked_functions(linear)
+        linear = settings.checked_functions(linear)
         emulation.check(get(format), emulate)
         policy = Dynamic(
             init_scale=init_scale,
@@ -225,7 +215,7 @@ class AdaptiveGradScaler(Noting):
         if self.probing and capturing(outputs.device):
             raise RuntimeError(
                 "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
-                "and capture a later one; gradlift.torch.replay.CapturedStep does so by itself"
+                "and capture a later one; gradlift.torch.CapturedStep does so by itself"
             )
         if self._emulation is not None:
             calibrating = self._pilot.plan is None and self._engine.probing
@@ -240,30 +230,18 @@ class AdaptiveGradScaler(Noting):
         if not self._enabled or torch.compiler.is_compiling():
             super().update(new_scale)
             return
-        if self._closed:
-            super().update(new_scale)
-            self._amaxes.clear()
-            self._talk.end()
-            return
-        device = self._device_state("update")[0].scale.device
-        if capturing(device):
+        captures = capturing(self._device_state("update")[0].scale.device)
+        if captures:
             # A replayed step takes the plan and the exponents that it was captured with.
             self._captured = Captured(self._row(), self._replay_key)
+        if captures or self._closed:
             super().update(new_scale)
+            self._amaxes.clear()
             self._talk.end()
             return
         sent = self._send()
         super().update(new_scale)
         self._end_step(sent, self._engine.take())
-
-    def _end_step(self, sent: InFlight | Remark, probe: Probe | None) -> None:
-        pending = Pending(self._step_number, sent, probe)
-        pending.layout = self._talk.end()
-        self._pending.append(pending)
-        while len(self._pending) > (0 if self._pilot.searching else DELAY):
-            self._heed(self._pending.popleft())
-        self._step_number += 1
-        self._probe_if_due(self._step_number)
 
     # Between a step's capture as a CUDA graph and its replays; see ``replay.py``.
 
@@ -275,11 +253,21 @@ class AdaptiveGradScaler(Noting):
     @property
     def replayable(self) -> bool:
         """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
+        if not self._enabled:
+            return True
         return self._captured is not None and self._captured.key == self._replay_key
 
     @property
     def _replay_key(self) -> Any:
-        return self.probing, self._engine.offsets, self._engine.pins
+        return self.probing, self._engine.offsets, self._engine.pins, self._policy
+
+    def register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Before a step is captured: stochastic rounding draws new numbers in every replay.
+
+        They are those of the step that is replayed, as if it were run.
+        """
+        if self._emulation is not None:
+            self._emulation.register(graph)
 
     def replayed(self) -> None:
         """End a replay of the captured step: what ``update()`` does on the host."""
@@ -289,91 +277,29 @@ class AdaptiveGradScaler(Noting):
             raise RuntimeError("replayed() comes after the replay of a step captured with update()")
         self._check_dispute()
         self._reactions.to(self._readback.tick(self._device_state("replayed")[1]), self)
-        self._end_step(InFlight(self._captured.row), None)
-        self._engine.write()
-
-    def _heed(self, arrived: Pending) -> None:
-        if self._ranks is not None and not self._share(arrived):
-            return
-        record = arrived.record()
-        survey = arrived.survey(record.exponent)
-        # Reading the report waits for the device, but only after an overflow.
-        overflowed = self._overflowed_anywhere() if record.overflow and survey is None else []
-        shift = self._pilot.saw(
-            record,
-            self._step_number,
-            survey,
-            overflowed=overflowed,
-            blind=self._pilot.plan is None and not self._watches(arrived),
-        )
-        if shift:
-            scale = cast(Tensor, self._scale)
-            # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
-            scale.mul_(2.0**shift).clamp_(self._policy.min_scale, self._policy.max_scale)
-        if self._recorders:
-            self._tell(arrived, record, survey is not None, shift)
-        if survey or record.overflow:
-            self._follow()
-
-    def _follow(self) -> None:
-        """The engine follows the pilot, if it does not already."""
-        offsets, plan = self._pilot.offsets, self._pilot.plan
-        # While probe comes after probe the plan moves, and compiling for it would be in vain.
-        settled = plan is not None and self._pilot.next_probe > self._step_number + 1
-        active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
-        if (offsets, active) != (self._engine.offsets, self._engine.active_keys):
-            self._engine.follow(offsets, active)
-
-    def _tell(self, arrived: Pending, record: Record, probed: bool, shift: int) -> None:
-        """What the recorders cannot see for themselves: probes, and plans with their reason."""
-        modules = arrived.modules(record.exponent, self._engine) if probed else ()
-        moved = shift or self._pilot.offsets != self._engine.offsets
-        if probed:
-            why = f"a probe of step {record.step}"
-        else:
-            why = "an overflow" if record.overflow else "the trend of the parameter gradients"
-        for recorder in self._recorders:
-            if modules:
-                recorder.probed(self._step_number - record.step, modules)
-            if moved and self.plan is not None:
-                recorder.planned(plan_change(self.plan, why))
-
-    def _overflowed(self) -> list[str]:
-        """The parameters that held the last overflow, from before a checkpoint if none is newer."""
-        return [name for name, *_ in self.overflow_report()] or self._loaded_overflowed
-
-    def _probe_if_due(self, step: int) -> None:
-        waiting = any(pending.probed for pending in self._pending)
-        # Ranks tell each other of unplanned graphs first; see ``AmongRanks``.
-        unplanned = self._engine.unplanned and self._ranks is None
-        due = step >= self._pilot.next_probe or unplanned
-        if due and not waiting and not self._engine.pins:
-            self._engine.probe()
+        if not self._closed:
+            self._end_step(InFlight(self._captured.row), None)
+            self._engine.write()
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """``GradScaler``'s, and the plan with all that it rests on, under a key of its own.
-
-        That is one string, of JSON: torch.distributed.checkpoint takes dicts apart and loads what
-        a fresh scaler has too, and a fresh one has no plan.
-        """
+        """``GradScaler``'s, and the plan with all that it rests on, under a key of its own."""
         state = super().state_dict()
         if state and not self._closed:
-            state[STATE_KEY] = json.dumps(self._own_state())
+            state[STATE_KEY] = adaptive_state.write(self._own_state())
         return state
 
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "step": self._step_number,
-            "pilot": self._pilot.to_dict(),
-            "pending": [pending.to_dict() for pending in self._pending],
-            "pins": self._engine.pins,
-            "probing": self._engine.probing or any(p.unshared for p in self._pending),
-            "overflowed": self._overflowed(),
-            "wide": sorted(self._engine.wide),
-        }
+    def _own_state(self) -> Saved:
+        return Saved(
+            self._step_number,
+            self._pilot.to_dict(),
+            list(self._pending),
+            self._engine.pins,
+            self._engine.probing or any(p.unshared for p in self._pending),
+            self._overflowed(),
+            self._engine.wide,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class, of ``GradScaler`` or of torch's scaler.
@@ -390,29 +316,21 @@ class AdaptiveGradScaler(Noting):
         if self._closed:
             self._load_scale(rest)
             return
-        own = _read_own(state_dict[STATE_KEY])
-        if not isinstance(own, dict) or own.get("version") != VERSION:
-            raise ValueError(f"state_dict[{STATE_KEY!r}] is not one of version {VERSION}")
-        try:
-            pending = deque(Pending.from_dict(row) for row in own["pending"])
-            step, probing, pins = int(own["step"]), bool(own["probing"]), dict(own["pins"])
-            pilot, overflowed = own["pilot"], [str(name) for name in own.get("overflowed", ())]
-            wide = frozenset(str(name) for name in own.get("wide", ()))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
+        saved = adaptive_state.read(state_dict[STATE_KEY])
         loaded = copy.copy(self._pilot)
-        loaded.load(pilot)
+        loaded.load(saved.pilot)
         checkpoint.read(rest, self._policy)
         # The last that may refuse: names that the model does not have.
-        self._engine.pin(pins)
+        self._engine.pin(saved.pins)
         super().load_state_dict(rest)
         self._pilot = loaded
-        self._step_number, self._pending, self._planned_at = step, pending, -1
-        self._loaded_overflowed = overflowed
+        self._step_number, self._pending, self._planned_at = saved.step, deque(saved.pending), -1
+        self._loaded_overflowed = saved.overflowed
         self._engine.take()
         self._follow()
-        self._engine.wide = wide
-        if probing:
+        self._engine.wide = saved.wide
+        self._begin_random()
+        if saved.probing:
             self._engine.probe()
 
     def _load_scale(self, state_dict: dict[str, Any]) -> None:
@@ -453,43 +371,8 @@ class AdaptiveGradScaler(Noting):
             self.load_state_dict(saved)
 
 
-def _read_own(saved: Any) -> Any:
-    """What a state holds under STATE_KEY: JSON, or the dict itself as in states of old."""
-    try:
-        return json.loads(saved) if isinstance(saved, str) else saved
-    except ValueError as error:
-        raise ValueError(f"state_dict[{STATE_KEY!r}] is no JSON: {error}") from error
-
-
 def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engine:
     """An engine whose probes see what the pilot's rule goes by."""
     if pilot.rule is None:
         return Engine(model, linear=linear)
     return Engine(model, linear=linear, new_probe=LayerProbe)
-
-
-def _check_arguments(model: Any, interval: Any, init_scale: float, rule: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            "AdaptiveGradScaler needs the model that is trained, an nn.Module, as its first "
-            f"argument, got {model if isinstance(model, str) else type(model).__name__!r}"
-        )
-    if interval is not None and (
-        isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
-    ):
-        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
-    if not isinstance(init_scale, (int, float)) or math.frexp(init_scale)[0] != 0.5:
-        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
-    resolve(rule)
-
-
-def _checked_functions(linear: Any) -> tuple[type, ...]:
-    """The user's autograd Functions; a name or a module there would hold for nothing."""
-    functions = tuple(linear) if isinstance(linear, Iterable) else (linear,)
-    for function in functions:
-        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
-            raise ValueError(
-                "linear must name subclasses of torch.autograd.Function, as in "
-                f"linear=[MyFunction], got {function!r}"
-            )
-    return functions

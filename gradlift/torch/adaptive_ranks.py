@@ -17,7 +17,7 @@ which the ranks differed teaches nothing, and sends nothing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +34,7 @@ from gradlift.torch.probe import Probe
 from gradlift.torch.readback import capturing, moved_to
 from gradlift.torch.reductions import reduction_of
 from gradlift.torch.scaler import GradScaler
-from gradlift.torch.shared_probe import Layout
+from gradlift.torch.shared_probe import Layout, Part
 from gradlift.zhao2019 import name_of
 
 # What a rank adds to its row of the agreement.
@@ -139,58 +139,44 @@ class Talk:
 
 
 def shared(
-    probe: Probe | None, layout: Layout, alike: bool, ranks: Ranks, device: torch.device
-) -> Probe:
-    """The probe of all ranks; every rank calls it at the same step with the same ``alike``.
-
-    Args:
-        probe: this rank's, its copy to the host under way; None if it was dropped meanwhile.
-        layout: as it was told in the agreement; rows added later are left out.
-        alike: whether all ranks told the same layout.
-        ranks: who they are.
-        device: where their messages travel.
-    """
-    counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
-    if probe is not None and probe.rows:
-        counts += torch.tensor(probe._bins(), dtype=torch.int64)[: len(layout.rows)]
-    if not alike:
-        return shared_probe.merged(gathered(shared_probe.part_of(layout, counts), ranks))
-    packed = shared_probe.pack(layout, counts).to(device)
-    ranks.reduce_(packed)
-    whole = probe
-    if whole is None or Layout.of(whole) != layout:
-        whole = shared_probe.merged([(layout, [])])
-    shared_probe.hold(whole, shared_probe.unpack(layout, packed.cpu()))
-    return whole
-
-
-def with_sums(
-    whole: Probe,
-    mine: Probe | None,
+    probe: Probe | None,
     layout: Layout,
     alike: bool,
     ranks: Ranks,
     device: torch.device,
+    new: Callable[[], Probe] = Probe,
 ) -> Probe:
-    """The probe of all ranks with the sums that a rule goes by; ``shared`` gave ``whole``.
+    """The probe of all ranks; every rank calls it at the same step with the same ``alike``.
 
-    Without them where ranks saw different graphs: what they added up cannot be matched then, and
-    the rule keeps its last exponents as far as nothing overflows.
+    It is made of what was told in the agreement alone: what one rank has met since then, in a
+    graph armed after its step, must not number its components otherwise than the others do.
+
+    Args:
+        probe: this rank's, its copy to the host under way; None if it was dropped meanwhile, for
+            which the others must not wait.
+        layout: as it was told in the agreement; rows added later are left out.
+        alike: whether all ranks told the same layout.
+        ranks: who they are.
+        device: where their messages travel.
+        new: makes an empty probe of this kind.
     """
+    counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
+    if probe is not None and probe.rows:
+        counts += torch.tensor(probe._bins(), dtype=torch.int64)[: len(layout.rows)]
+    sums = new().sums if probe is None else probe.sums
     if not alike:
-        return whole
-    if mine is None:
-        # The others wait for it all the same; at the next step they learn that it was dropped.
-        for sums in LayerProbe.new_sums():
-            sums.agree(ranks.reduce_, len(layout.rows), device)
-        return whole
-    counts = torch.zeros((len(mine.rows), BINS), dtype=torch.int64)
-    counts[: len(layout.rows)] = torch.tensor(whole._bins(), dtype=torch.int64)
-    shared_probe.hold(mine, counts)
-    mine.reduction = whole.reduction
-    for sums in mine.sums:
-        sums.agree(ranks.reduce_, len(layout.rows), device)
-    return mine
+        parts = gathered(shared_probe.part_of(layout, counts, sums), ranks)
+        return shared_probe.merged(parts, new())
+    packed = shared_probe.pack(layout, counts).to(device)
+    ranks.reduce_(packed)
+    for each in sums:
+        each.agree(ranks.reduce_, len(layout.rows), device)
+    whole = probe
+    if whole is None or Layout.of(whole) != layout:
+        whole = shared_probe.merged([Part(layout, [])], new())
+    whole.sums = sums
+    shared_probe.hold(whole, shared_probe.unpack(layout, packed.cpu()))
+    return whole
 
 
 def gathered(mine: Any, ranks: Ranks) -> list[Any]:
@@ -352,13 +338,9 @@ class AmongRanks(GradScaler):
             arrived.probe = None
         else:
             ranks, device = cast(Ranks, self._ranks), cast(Tensor, self._scale).device
-            mine, arrived.probe = (
-                arrived.probe,
-                shared(arrived.probe, layout, heard.alike, ranks, device),
-            )
+            new = Probe if self._pilot.rule is None else LayerProbe
+            arrived.probe = shared(arrived.probe, layout, heard.alike, ranks, device, new)
             arrived.probe.reduction = reduction_of(self._engine.model, ranks.size)
-            if self._pilot.rule is not None:
-                arrived.probe = with_sums(arrived.probe, mine, layout, heard.alike, ranks, device)
             self._planned_at = self._step_number
         # A graph that was unplanned before the latest plan may well be in it.
         if heard is not None and heard.unplanned and arrived.step > self._planned_at:

@@ -13,6 +13,8 @@ from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, Policy
 
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 OWN_KEY = "gradlift"
+# What an adaptive scaler adds, see ``adaptive_state.py``.
+ADAPTIVE_KEY = "gradlift_adaptive"
 VERSION = 1
 
 # The policy's numbers that torch has no key for, and the counters beside them.
@@ -124,7 +126,7 @@ def _check_keys(state: dict, needed: tuple, optional: tuple, where: str) -> None
     foreign = [key for key in state if key not in needed and key not in optional]
     if foreign:
         advice = ""
-        if "gradlift_adaptive" in foreign:
+        if ADAPTIVE_KEY in foreign:
             advice = "; it is an AdaptiveGradScaler's: load it into one, or update() with its scale"
         raise ValueError(f"{where} has keys that this scaler does not know: {foreign}{advice}")
 

@@ -208,7 +208,7 @@ def meet(engine: Engine) -> CompiledModel:
     def saw(module: nn.Module, output: Any) -> None:
         watching = reference()
         if watching is not None:
-            watching._saw(module, output)
+            watching.saw(module, output)
 
     def probing() -> bool:
         watching = reference()

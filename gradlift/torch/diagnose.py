@@ -28,9 +28,10 @@ from gradlift.diagnosis import FORMATS, Diagnosis, Gradient, Output, best_expone
 from gradlift.formats import round_to
 from gradlift.histogram import BINS, Histogram
 from gradlift.plan import check_limits
-from gradlift.torch.engine import is_compiled, is_foreign_pass, tensors_in
+from gradlift.torch.counting import count_exponents, dense
+from gradlift.torch.entries import is_compiled
 from gradlift.torch.names import Names
-from gradlift.torch.probe import _dense, count_exponents
+from gradlift.torch.outputs import is_foreign_pass, tensors_in
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -184,7 +185,7 @@ class _Pass:
             if exponent is not None and not grad.is_sparse:
                 stored = round_to(grad * 2.0**exponent, self._way, saturate=False)
                 grad = rounded = stored * 2.0**-exponent
-            values = _dense(grad)
+            values = dense(grad)
             if name not in counts:
                 counts[name] = torch.zeros(BINS, dtype=torch.int64, device=values.device)
             if values.numel():

@@ -38,6 +38,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradlift.formats import Format, round_to
 from gradlift.torch.cuts import Gate, makes_a_graph
 from gradlift.torch.engine import Engine, tensors_in
+from gradlift.torch.readback import capturing
 
 LAYERS = (nn.Linear, _ConvNd)
 
@@ -73,11 +74,11 @@ class Emulation:
     def __init__(self, engine: Engine, format: Format, emulate: bool | str) -> None:
         self._rounding = Rounding(format, NEAREST if emulate is True else emulate or None)
         self._mark = engine.mark_rounded
-        self._model = engine.model
+        self._model, self._engine = engine.model, engine
         self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self.seen = False
         """Whether any output has come by."""
-        self._begun = 0
+        self._begun, self._told = 0, False
         self._close = weakref.finalize(self, _close, _watch(self), self._rounding)
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class Emulation:
         self._close()
 
     def begin(self, step: int, *, calibrating: bool = False) -> None:
-        """Starts a step's random numbers, which follow from torch's seed and the step.
+        """Starts a step.
 
         Args:
             step: its number.
@@ -93,16 +94,38 @@ class Emulation:
                 where those have flushed theirs, at a scale that nobody has chosen yet, the first
                 probe would show nothing to plan by.
         """
-        self._rounding.begin(step)
+        self.begin_random(step)
         self._rounding.calibrating = calibrating
         self._begun += 1
-        # Not at the first: layers under reentrant checkpointing show themselves in the backward.
-        if self._begun == 2 and not self.seen and self._rounding.mode is not None:
-            warnings.warn(
-                "gradlift: emulate rounds nothing: no output of a Linear or Conv module of the "
-                "model has been seen (a compiled model is not looked into)",
-                stacklevel=3,
+        # Not at the first: layers under reentrant checkpointing show themselves in the backward,
+        # and a compiled model may be met in a probe alone.
+        if self._begun > 1 and not self._told and self._rounding.mode is not None:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Says once what is not rounded."""
+        if self._engine._compiled is not None:
+            reason = (
+                "does not round in compiled code: of the steps of a compiled model only the "
+                "probes, which run uncompiled, would be rounded; leave out torch.compile"
             )
+        elif self._begun == 2 and not self.seen:
+            reason = (
+                "rounds nothing: no output of a Linear or Conv module of the model has been seen "
+                "(a compiled model is not looked into)"
+            )
+        else:
+            return
+        self._told = True
+        warnings.warn(f"gradlift: emulate {reason}", stacklevel=4)
+
+    def begin_random(self, step: int) -> None:
+        """Starts a step's random numbers, which follow from torch's seed and the step."""
+        self._rounding.begin(step)
+
+    def register(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Lets a graph that is captured next begin its random numbers anew in every replay."""
+        self._rounding.register(graph)
 
     def saw(self, module: nn.Module, output: Any) -> None:
         """Puts the rounding hook behind a layer's output."""
@@ -190,7 +213,30 @@ class Rounding:
     def __call__(self, grad: Tensor) -> Tensor:
         if self.mode == NEAREST:
             return round_nearest(grad, self.format)
-        return round_stochastic(grad, self.format, self._generator(grad.device))
+        generator = self._generator(grad.device)
+        try:
+            return round_stochastic(grad, self.format, generator)
+        except RuntimeError as error:
+            if not capturing(grad.device):
+                raise
+            raise RuntimeError(
+                "stochastic rounding cannot draw random numbers in this CUDA graph: run a step "
+                "that rounds, and call scaler.register_generators(graph) before the capture, or "
+                "leave both to gradlift.torch.CapturedStep"
+            ) from error
+
+    def register(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Makes a graph read the generators' seeds at each replay.
+
+        ``begin`` may then set them between two replays; a graph that was not told of a generator
+        cannot draw from it.
+        """
+        for device, generator in self._generators.items():
+            if device.type == "cuda":
+                with warnings.catch_warnings():
+                    # Newer versions of torch register by themselves, and may say so.
+                    warnings.simplefilter("ignore")
+                    graph.register_generator_state(generator)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:

@@ -3,14 +3,13 @@
 In the order of a training step::
 
     engine.pin(...) or engine.follow(...)   what to run at; engine.probe() to look as well
-    forward                                 each module's output gets a cut that does nothing
-    engine.arm(scaled loss)                 walk its graph, find the components, set the cuts
-    scaled loss.backward()                  the cuts multiply; parameters get global gradients
+    forward                                 outputs.py: each module's output gets a cut
+    engine.arm(scaled loss)                 arming.py: walk its graph, set the cuts
+    scaled loss.backward()                  cuts.py: they multiply; parameters get global gradients
 
-Outputs are seen through torch's global forward hook, which is installed only while something is
-pinned, a plan has active cuts or a probe is due. Nothing is put on the modules: copying,
-pickling or scripting the model knows nothing of the engine. While nothing is due, ``arm``
-returns at once and a step costs what it costs without an engine.
+The engine itself holds what to run at, and when to look: outputs are watched only while something
+is pinned, a plan has active cuts or a probe is due. While nothing is due, ``arm`` returns at once
+and a step costs what it costs without an engine.
 
 Every armed graph is walked in full, each time. A graph that differs from the planned one is
 therefore seen before its backward, and runs neutral: all offsets 0, a plain global scale.
@@ -20,28 +19,26 @@ Where the model is compiled, ``compiled_model.py`` says what is different.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.torch import tasks
-from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, LeafReturn, Marks, Root
+from gradlift.torch.arming import ArmedGraphs, edges_below, is_differentiated
+from gradlift.torch.cuts import DIFFERENTIATED, Cut, Gate, Marks
 from gradlift.torch.entries import is_compiled, is_compiled_node
 from gradlift.torch.exponents import Assignment, from_pins, from_plan, keys_of
-from gradlift.torch.graph import Node, Walk, is_spread, walk
+from gradlift.torch.graph import Walk
 from gradlift.torch.names import Names, check_offsets
+from gradlift.torch.outputs import Outputs, tensors_in, watch
 from gradlift.torch.pipelines import is_rehearsal
 from gradlift.torch.probe import Probe
 from gradlift.torch.reductions import gathered_parameters
-from gradlift.torch.views import Base, note_base, put_back
 
 # As far as two exponents of a plan can be apart.
 LARGEST_OFFSET = 120
@@ -81,9 +78,9 @@ class Engine:
         self._pins: dict[str, int] = {}
         self._plan: dict[str, int] = {}
         self._probe: Probe | None = None
-        self._numbers = itertools.count()
         self._marks = Marks(next(_engines))
-        self._roots: weakref.WeakSet[Root] = weakref.WeakSet()
+        self._outputs = Outputs(self._marks)
+        self._armed = ArmedGraphs(self._marks, self.linear, _noting(self))
         self._handle: Any = None
         self._compiled: Any = None
         self._active_keys: tuple[str, ...] | None = ()
@@ -210,8 +207,7 @@ class Engine:
         if self._compiled is not None:
             self._compiled.close()
             self._compiled = None
-        for root in list(self._roots):
-            root.gate = None
+        self._armed.disarm()
 
     def _refresh(self) -> None:
         due = bool(self._pins) or any(self._plan.values()) or self._probe is not None
@@ -219,7 +215,7 @@ class Engine:
             self._meet_compiled()
         if due and self._handle is None and self._can_watch():
             self._names = Names(self.model)
-            self._handle = _watch(self) if self._compiled is None else self._compiled.watch()
+            self._handle = watch(self) if self._compiled is None else self._compiled.watch()
         elif not due and self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -282,27 +278,11 @@ class Engine:
 
     # The forward pass.
 
-    def _saw(self, module: nn.Module, output: Any) -> None:
+    def saw(self, module: nn.Module, output: Any) -> None:
+        """Takes note of what a module returned, if it is one of the model's."""
         name = self._names.of_module.get(id(module))
-        if name is None or not torch.is_grad_enabled() or is_foreign_pass():
-            return
-        for number, tensor in enumerate(tensors_in(output)):
-            if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
-                self._place_cut(tensor, name, number)
-
-    def _place_cut(self, tensor: torch.Tensor, name: str, output: int) -> None:
-        node: Node = tensor.grad_fn
-        if node is None:
-            return
-        cuts = node.metadata.setdefault(self._marks.cuts, {})
-        cut = cuts.get(tensor.output_nr)
-        if cut is None:
-            cut = cuts[tensor.output_nr] = Cut(next(self._numbers), is_spread(tensor))
-            tensor.register_hook(cut)
-            if tensor._is_view():
-                note_base(tensor, cut, self._marks)
-        if (name, output) not in cut.names:
-            cut.names.append((name, output))
+        if name is not None:
+            self._outputs.cut(name, output)
 
     # Arming.
 
@@ -323,10 +303,10 @@ class Engine:
         if self._sees_nothing or is_rehearsal():
             return
         tensors = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
-        new = [(tensor, _edges_below(tensor)) for tensor in tensors]
+        new = [(tensor, edges_below(tensor)) for tensor in tensors]
         if not new:
             return
-        found, old = self._walk([edge for _, edges in new for edge in edges])
+        found, old = self._armed.walk([edge for _, edges in new for edge in edges])
         if self._missed(found):
             return
         keys = keys_of(found)
@@ -335,7 +315,7 @@ class Engine:
         self.unplanned = assignment.unplanned is not None or (self.unplanned and not old)
         gate = Gate(self._probe)
         self._set(found, keys, assignment.offsets, gate)
-        for root in old + [self._root(tensor, edges) for tensor, edges in new]:
+        for root in old + [self._armed.add_root(tensor, edges) for tensor, edges in new]:
             root.gate = gate
         if self._compiled is not None and self._probe is None:
             self.active += self._compiled.active
@@ -349,45 +329,15 @@ class Engine:
             self._compiled.check(self._pins)
         for loss in tensors_in(losses):
             if loss.grad_fn is not None:
-                found, _ = self._walk([(loss.grad_fn, loss.output_nr)])
-                if not _differentiated(found):
+                found, _ = self._armed.walk([(loss.grad_fn, loss.output_nr)])
+                if not is_differentiated(found):
                     from_pins(found, self._pins)
-
-    def _walk(self, edges: list[tuple[Node, int]]) -> tuple[Walk, list[Root]]:
-        """The graph below ``edges`` and below every living root it shares nodes with."""
-        alive: defaultdict[Gate, list[Root]] = defaultdict(list)
-        for root in list(self._roots):
-            if root.gate is not None:
-                alive[root.gate].append(root)
-        marks, met, joined = self._marks, set[Gate](), list[Root]()
-        bases: list[Base] = []
-
-        def cuts_of(node: Node) -> Mapping[int, Cut] | None:
-            written = node.metadata
-            gate = written.get(marks.gate)
-            if gate in alive:
-                met.add(gate)
-            for slot, cut in written.get(marks.views, ()):
-                bases.append(Base(node, slot, cut))
-            return written.get(marks.cuts)
-
-        while True:
-            found = walk(edges, cuts_of, self.linear)
-            fresh = [root for gate in met for root in alive.pop(gate)]
-            met.clear()
-            present = {edge.cut for edge in found.cuts} if bases else set[Cut]()
-            changed = bool(bases) and put_back(bases, found.nodes, present, marks)
-            bases.clear()
-            if not fresh and not changed:
-                return found, joined
-            joined += fresh
-            edges = edges + [edge for root in fresh for edge in root.edges]
 
     def _assign(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
         self.active, self.neutral = (), None
         if not found.cuts and not self._owns_a_leaf(found):
             self._say("the loss does not come from the watched model, the one given to the scaler")
-        if _differentiated(found):
+        if is_differentiated(found):
             self.neutral = DIFFERENTIATED
             assignment = Assignment([0] * found.components)
         elif self._pins:
@@ -413,48 +363,18 @@ class Engine:
         offsets: list[int],
         gate: Gate,
     ) -> None:
-        for node in found.nodes:
-            node.metadata[self._marks.gate] = gate
-        for edge in found.cuts:
-            edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
-        self._set_leaves(found, offsets, gate)
+        self._armed.set(found, offsets, gate)
         self.active = tuple(
             (keys[edge.cut][0], edge.cut.shift) for edge in found.cuts if edge.cut.shift
         )
         if self._probe is not None:
             named = {**self._names.of_parameter, **gathered_parameters(self.model, self._names)}
-            self._probe.attach(found, keys, offsets, named, self._leaf_return)
+            self._probe.attach(found, keys, offsets, named, self._armed.leaf_return)
             # Networks that train in turn are met by different probes.
             wide = self._probe.wide | (self.wide - self._probe.leaves)
             if wide != self.wide:
                 self.wide = wide
             self._probe.attach_rounded(found, offsets, gate, self._marks.rounded)
-
-    def _set_leaves(self, found: Walk, offsets: list[int], gate: Gate) -> None:
-        positions: defaultdict[Node, list[int]] = defaultdict(list)
-        shifts: dict[Node, int] = {}
-        for edge in found.leaves:
-            positions[edge.node].append(edge.position)
-            shifts[edge.node] = -offsets[edge.component]
-        for node, own in positions.items():
-            written = node.metadata.get(self._marks.leaves)
-            if written is None and not shifts[node] and gate.probe is None:
-                continue
-            self._leaf_return(node).arm(gate, shifts[node], tuple(own))
-
-    def _leaf_return(self, node: Node) -> LeafReturn:
-        written = node.metadata.get(self._marks.leaves)
-        if written is None:
-            written = node.metadata[self._marks.leaves] = LeafReturn()
-            node.register_hook(written)
-        return written
-
-    def _root(self, tensor: torch.Tensor, edges: list[tuple[Node, int]]) -> Root:
-        node: Node = tensor.grad_fn
-        root = node.metadata[self._marks.root] = Root(edges, self._marks, _noting(self))
-        tensor.register_hook(root)
-        self._roots.add(root)
-        return root
 
     def _say(self, reason: str, *, whole: bool = True) -> None:
         if whole:
@@ -465,32 +385,8 @@ class Engine:
             warnings.warn(f"gradlift: {reason}{ending}", stacklevel=2)
 
 
-def _edges_below(tensor: torch.Tensor) -> list[tuple[Node, int]]:
-    assert tensor.grad_fn is not None
-    return [edge for edge in tensor.grad_fn.next_functions if edge[0] is not None]
-
-
-def _differentiated(found: Walk) -> bool:
-    return any(edge.cut.differentiated for edge in found.cuts)
-
-
-def _watch(engine: Engine) -> Any:
-    """Installs the forward hook; it goes when the engine is closed or collected."""
-    reference = weakref.ref(engine)
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        watched = reference()
-        if watched is not None:
-            watched._saw(module, output)
-
-    handle = register_module_forward_hook(hook)
-    weakref.finalize(engine, handle.remove)
-    return handle
-
-
-def _noting(engine: Engine) -> Any:
+def _noting(engine: Engine) -> Callable[[str], None]:
+    """Takes down why a pass ran neutral, for an engine that its graphs may outlive."""
     reference = weakref.ref(engine)
 
     def note(reason: str) -> None:
@@ -499,26 +395,3 @@ def _noting(engine: Engine) -> Any:
             watched.neutral = reason
 
     return note
-
-
-def is_foreign_pass() -> bool:
-    """Whether this forward is a recomputation inside a backward, or a function transform."""
-    if tasks.current_task() != tasks.NO_TASK:
-        return True
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return bool(torch.jit.is_tracing() or (transforms is not None and transforms()))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))

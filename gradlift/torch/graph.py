@@ -16,7 +16,7 @@ otherwise hold the whole network there.
 
 A float16 leaf's gradient is brought back like any other, though float16 may flush it or let it
 overflow at the global scale, as it would without cuts. The planner is told of these leaves (see
-``probe.py``), and chooses a global exponent that serves them.
+``survey.py``), and chooses a global exponent that serves them.
 
 Held at the global scale, with the reason in ``Walk.held``: the loss's component; components
 with an autograd Function written in Python or C++ by others, which may do anything to its

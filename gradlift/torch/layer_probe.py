@@ -21,11 +21,12 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradlift.pilot import Survey
+from gradlift.torch.counting import dense
 from gradlift.torch.cuts import Cut
 from gradlift.torch.graph import Walk
-from gradlift.torch.moments import Sums
+from gradlift.torch.moments import Sums, times_two_to, together
 from gradlift.torch.names import Names
-from gradlift.torch.probe import Probe, _dense
+from gradlift.torch.probe import Probe
 from gradlift.zhao2019 import Moments, Passage
 
 # Nodes of a loss whose gradient is that of a classifier.
@@ -36,25 +37,23 @@ class LayerProbe(Probe):
     """A ``Probe`` with statistics of gradients and weights.
 
     Args:
-        model: whose layers are looked at.
+        model: whose layers are looked at; None for a probe that is put together from others.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
-        names = Names(model).of_module
-        self._layers = {names[id(m)]: m for m in model.modules() if terms_of(m)}
-        self._gradients, self._weights = self.new_sums()
-        self._terms: dict[int, int] = {}
-        self._classifies = False
-
-    @staticmethod
-    def new_sums() -> tuple[Sums, Sums]:
-        """Those of gradients and of weights, empty."""
-        return Sums(), Sums()
+        names = Names(model).of_module if model is not None else {}
+        modules = model.modules() if model is not None else ()
+        self._layers = {names[id(m)]: m for m in modules if terms_of(m)}
+        self.sums = Sums(), Sums()
 
     @property
-    def sums(self) -> tuple[Sums, ...]:
-        return self._gradients, self._weights
+    def _gradients(self) -> Sums:
+        return self.sums[0]
+
+    @property
+    def _weights(self) -> Sums:
+        return self.sums[1]
 
     def attach(
         self,
@@ -70,7 +69,7 @@ class LayerProbe(Probe):
             name, output = edge.cut.names[0]
             if edge.cut.row is not None and not output:
                 self._look_at(edge.cut.row, self._layers.get(name))
-        self._classifies |= any(
+        self.classifies |= any(
             not component and node.name().startswith(_CLASSIFIERS)
             for node, component in zip(walk.nodes, walk.component_of, strict=True)
         )
@@ -79,17 +78,17 @@ class LayerProbe(Probe):
         weight = layer and layer._parameters.get("weight")
         if weight is None or row in self._weights:
             return
-        weight = _dense(weight)
+        weight = dense(weight)
         if weight.is_floating_point() and weight.untyped_storage().size():
             assert layer is not None
             self._weights.add(row, weight)
-            self._terms[row] = terms_of(layer)
+            self.rows[row].terms = terms_of(layer)
 
     def record(self, row: int, grad: torch.Tensor) -> None:
         """Counts one gradient and adds up its moments; nothing waits for the device."""
         super().record(row, grad)
         if self.rows[row].upstream is not None:
-            grad = _dense(grad)
+            grad = dense(grad)
             if grad.numel():
                 self._gradients.add(row, grad)
 
@@ -104,23 +103,39 @@ class LayerProbe(Probe):
         return replace(super().survey(exponent), passages=tuple(self._passages(exponent)))
 
     def _passages(self, exponent: int) -> Iterator[Passage]:
-        weights, numbers = self._weights.read(), self.numbers()
-        find = self._sets.find
-        for number, sums in sorted(self._gradients.read().items()):
+        weights, numbers, find = self._weights.read(), self.numbers(), self._sets.find
+        for (down, up), number, sums in self._gradients_by_cut():
             row = self.rows[number]
-            assert row.upstream is not None
             assert row.format is not None
             weight = Moments.from_sums(weights[number]) if number in weights else None
             yield Passage(
                 row.key,
-                numbers[find(row.downstream)],
-                numbers[find(row.upstream)],
+                numbers[down],
+                numbers[up],
                 row.format,
                 Moments.from_sums(sums, exponent + row.offset),
                 weight,
-                self._terms[number] if weight else 0,
-                self._classifies and find(row.downstream) == find(self._loss),
+                row.terms if weight else 0,
+                self.classifies and down == find(self._loss),
             )
+
+    def _gradients_by_cut(self) -> Iterator[tuple[tuple[int, int], int, list[float]]]:
+        """Of each cut the components on its sides, its first row, and its sums, at that row's
+        exponent: it has several rows where it was at several, as on a rank that ran neutral."""
+        find = self._sets.find
+        found: dict[Any, tuple[tuple[int, int], int, list[float]]] = {}
+        for number, sums in sorted(self._gradients.read().items()):
+            row = self.rows[number]
+            assert row.upstream is not None
+            sides = find(row.downstream), find(row.upstream)
+            place = row.key, sides, row.format, row.terms
+            if place in found:
+                _, first, known = found[place]
+                by = self.rows[first].offset - row.offset
+                found[place] = sides, first, together(known, times_two_to(sums, by))
+            else:
+                found[place] = sides, number, sums
+        yield from found.values()
 
 
 def terms_of(module: nn.Module) -> int:

@@ -10,7 +10,8 @@ additions the last bit would be chance, and a scale on the edge of a power of tw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,6 +32,15 @@ class Sums:
     def __init__(self) -> None:
         self._rows: dict[torch.device, dict[int, torch.Tensor]] = {}
         self._sent: list[tuple[list[int], InFlight]] | None = None
+
+    @classmethod
+    def of(cls, rows: Mapping[int, Sequence[float]]) -> Sums:
+        """Sums that ``read`` gave, or that were put together from such."""
+        sums = cls()
+        if rows:
+            kept = {n: torch.tensor(row, dtype=torch.float64) for n, row in rows.items()}
+            sums._rows = {torch.device("cpu"): kept}
+        return sums
 
     def __contains__(self, row: int) -> bool:
         return any(row in rows for rows in self._rows.values())
@@ -84,13 +94,28 @@ class Sums:
         for numbers, sent in self._sent or ():
             for row, values in zip(numbers, sent.wait().tolist(), strict=True):
                 known = found.get(row)
-                found[row] = values if known is None else _together(known, values)
+                found[row] = values if known is None else together(known, values)
         return found
 
 
-def _together(one: list[float], other: list[float]) -> list[float]:
+def together(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """The sums of two tensors as those of one."""
     added = [a + b for a, b in zip(one, other, strict=True)]
     return [*added[:LARGEST], max(one[LARGEST], other[LARGEST])]
+
+
+def times_two_to(sums: Sequence[float], exponent: int) -> list[float]:
+    """The sums of a tensor as those of it times 2**exponent."""
+    count, nonzero, square, log, log_square, largest = sums
+    by = exponent * math.log(2.0)
+    return [
+        count,
+        nonzero,
+        math.ldexp(square, 2 * exponent),
+        log + by * nonzero,
+        log_square + 2 * by * log + by * by * nonzero,
+        math.ldexp(largest, exponent),
+    ]
 
 
 def merged(parts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Exponents counted in one pass over a gradient, as one Triton launch; ``probe.py`` says what
+"""Exponents counted in one pass over a gradient, as one Triton launch; ``counting.py`` says what
 they equal. Plain torch needs five passes and three temporary tensors for the same counts."""
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from gradlift.formats import get
 from gradlift.histogram import Histogram
-from gradlift.telemetry import ModuleRecord, PlanChange, StepRecord, Writer, writer_for
+from gradlift.telemetry import ModuleRecord, PlanChange, StepRecord
 from gradlift.torch.readback import InFlight, capturing, moved_to
 from gradlift.torch.update import SKIPPED
+from gradlift.writers import Writer, writer_for
 
 if TYPE_CHECKING:
     from gradlift.plan import Plan

@@ -26,7 +26,8 @@ class Captured(NamedTuple):
     """What is kept of a captured step."""
 
     row: Tensor
-    """float32 [4] in the graph's memory, written by every replay: what is told of a step."""
+    """float32 [4] in the graph's memory, written by every replay: what is told of a step, and
+    asked for unless the scaler is closed."""
     key: Any
     """What it was captured with."""
 
@@ -70,6 +71,7 @@ class CapturedStep:
         # A capture comes in the middle of a training, where other threads pin memory and ask for
         # events. By default any such call would end it.
         self._graph = torch.cuda.CUDAGraph()
+        self._scaler.register_generators(self._graph)
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._result = self._step()
 

@@ -1,4 +1,4 @@
-"""The scaler's numbers as a policy.
+"""What a scaler is given: its numbers as a policy, its device, and what an adaptive one needs.
 
 Defaults are told apart from the same values given by the user, so that ``policy=`` can refuse
 numbers beside it: each is an object of its own, which still is and shows the plain value.
@@ -6,9 +6,15 @@ numbers beside it: each is an object of its own, which still is and shows the pl
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import nn
+
 from gradlift.policy import Dynamic, Policy, Static
+from gradlift.zhao2019 import resolve
 
 
 def _own(kind: type, value: Any) -> Any:
@@ -38,6 +44,19 @@ _DEFAULTS = {
     "max_scale": (MAX_SCALE, 2.0**127),
     "on_floor": (ON_FLOOR, "warn"),
 }
+
+
+def check_device(device: Any) -> None:
+    """Refuses the name of a device that there cannot be; torch's class takes any."""
+    if not isinstance(device, str):
+        return
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device must be a device type that torch knows: 'cuda' for NVIDIA and AMD GPUs, "
+            f"'cpu', or that of another accelerator, got {device!r}"
+        ) from None
 
 
 class BadFactor(ValueError, AssertionError):
@@ -81,3 +100,31 @@ def _dynamic(numbers: dict[str, Any], given: list[str]) -> Dynamic:
         if str(error).startswith(("growth_factor", "backoff_factor")):
             raise BadFactor(str(error)) from None
         raise
+
+
+def check_adaptive(model: Any, interval: Any, init_scale: float, rule: Any) -> None:
+    """Refuses what an ``AdaptiveGradScaler`` cannot be made of."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            "AdaptiveGradScaler needs the model that is trained, an nn.Module, as its first "
+            f"argument, got {model if isinstance(model, str) else type(model).__name__!r}"
+        )
+    if interval is not None and (
+        isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
+    ):
+        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
+    if not isinstance(init_scale, (int, float)) or math.frexp(init_scale)[0] != 0.5:
+        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+    resolve(rule)
+
+
+def checked_functions(linear: Any) -> tuple[type, ...]:
+    """The user's autograd Functions; a name or a module there would hold for nothing."""
+    functions = tuple(linear) if isinstance(linear, Iterable) else (linear,)
+    for function in functions:
+        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+            raise ValueError(
+                "linear must name subclasses of torch.autograd.Function, as in "
+                f"linear=[MyFunction], got {function!r}"
+            )
+    return functions

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradlift.plan import BINS
+from gradlift.torch.moments import Sums, together
 from gradlift.torch.probe import Probe, Row
 
 # float16 holds nothing else: zeros, subnormal and normal exponents, inf and NaN.
@@ -46,6 +47,8 @@ class Layout:
     """Keys, whether it is held at the global scale, formats; the loss's component first."""
     wide: tuple[str, ...] = ()
     """Leaves whose gradients are computed in float32."""
+    classifies: bool = False
+    """Whether a loss is a classifier's, as far as a rule asks."""
 
     @classmethod
     def of(cls, probe: Probe) -> Layout:
@@ -74,12 +77,12 @@ class Layout:
             for n, root in enumerate(roots)
         )
         wide = sorted(key for key, found in probe._wide.items() if found)
-        return cls(tuple(rows), tuple(components), tuple(wide))
+        return cls(tuple(rows), tuple(components), tuple(wide), probe.classifies)
 
     def digest(self) -> int:
         """A whole number that a float64 holds exactly, the same on every machine."""
         found = hashlib.blake2b(
-            repr((self.rows, self.components, self.wide)).encode(), digest_size=6
+            repr((self.rows, self.components, self.wide, self.classifies)).encode(), digest_size=6
         )
         return int.from_bytes(found.digest(), "little")
 
@@ -144,32 +147,64 @@ def _peak(code: float) -> int:
     return min((math.frexp(code)[1] - 1) // _BASE_BITS + 127, _HIGHEST)
 
 
-Part = tuple[Layout, list[tuple[int, int, int]]]
-"""A rank's layout, and (row, bin, count) for every count that is not 0."""
+class Part(NamedTuple):
+    """What a rank hands over where layouts differ."""
+
+    layout: Layout
+    counts: list[tuple[int, int, int]]
+    """(row, bin, count) for every count that is not 0."""
+    sums: Sequence[Mapping[int, Sequence[float]]] = ()
+    """What else was added up, by row."""
 
 
-def part_of(layout: Layout, counts: Tensor) -> Part:
-    """What a rank hands over where layouts differ; ``counts`` as for ``pack``."""
+def part_of(layout: Layout, counts: Tensor, sums: Iterable[Sums] = ()) -> Part:
+    """The part of a rank; ``counts`` as for ``pack``, ``sums`` of its probe, read to the end."""
     places = counts.nonzero().tolist()
-    return layout, [(row, bin, int(counts[row, bin])) for row, bin in places]
+    known = len(layout.rows)
+    return Part(
+        layout,
+        [(row, bin, int(counts[row, bin])) for row, bin in places],
+        [{row: own for row, own in each.read().items() if row < known} for each in sums],
+    )
 
 
-def merged(parts: Iterable[Part]) -> Probe:
-    """The probe that all parts together make, the same for the same parts in the same order."""
-    probe, found = Probe(), list(parts)
-    numbers = [_join(probe, layout) for layout, _ in found]
+def merged(parts: Iterable[Part], probe: Probe | None = None) -> Probe:
+    """The probe that all parts together make, the same for the same parts in the same order.
+
+    Args:
+        parts: of all ranks.
+        probe: an empty one, of the kind that the parts are of; None for a plain one.
+    """
+    probe, found = probe or Probe(), [Part(*part) for part in parts]
+    numbers = [_join(probe, part.layout) for part in found]
     where: dict[Any, int] = {}
-    counted: list[tuple[int, int, int]] = []
-    for (layout, counts), own in zip(found, numbers, strict=True):
-        rows = [_row(probe, where, row, own) for row in layout.rows]
+    places = [
+        [_row(probe, where, row, own) for row in part.layout.rows]
+        for part, own in zip(found, numbers, strict=True)
+    ]
+    counts = torch.zeros((len(probe.rows), BINS), dtype=torch.int64)
+    for (layout, counted, _), rows in zip(found, places, strict=True):
+        probe.classifies |= layout.classifies
         for key in {row.key for row in layout.rows if row.upstream is None}:
             probe._wide[key] = key in layout.wide and probe._wide.get(key, True)
-        counted += [(rows[row], bin, count) for row, bin, count in counts]
-    counts = torch.zeros((len(probe.rows), BINS), dtype=torch.int64)
-    for row, bin, count in counted:
-        counts[row, bin] += count
+        for row, bin, count in counted:
+            counts[rows[row], bin] += count
     hold(probe, counts)
+    handed = [(part.sums, rows) for part, rows in zip(found, places, strict=True) if part.sums]
+    probe.sums = tuple(
+        _added((sums[i], rows) for sums, rows in handed) for i in range(len(probe.sums))
+    )
     return probe
+
+
+def _added(handed: Iterable[tuple[Mapping[int, Sequence[float]], Sequence[int]]]) -> Sums:
+    """The sums of all ranks, out of each one's and the places of its rows in the whole."""
+    every: dict[int, Sequence[float]] = {}
+    for sums, rows in handed:
+        for row, values in sums.items():
+            known = every.get(rows[row])
+            every[rows[row]] = values if known is None else together(known, values)
+    return Sums.of(every)
 
 
 def hold(probe: Probe, counts: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import Policy, ScaleState, Static
-from gradlift.torch import checkpoint
+from gradlift.torch import checkpoint, settings
 from gradlift.torch.followers import SchedulerClock
 from gradlift.torch.grads import Buckets, Rows
 from gradlift.torch.loss import LossWatch
@@ -40,6 +40,8 @@ class Remembering(torch.amp.GradScaler):
         model: torch.nn.Module | None,
         max_consecutive_skips: int | None,
     ) -> None:
+        if enabled:
+            settings.check_device(device)
         super().__init__(device, policy.init_scale, enabled=enabled)
         if not self._enabled:
             self._scale = self._growth_tracker = None

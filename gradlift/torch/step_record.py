@@ -42,25 +42,20 @@ class Noting(AmongRanks):
     _sizes: WeakKeyDictionary[Any, tuple[int, int]]
     _talk: Talk
 
-    def _unscale_grads_(
+    def _note_scaled(
         self,
         optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
+        found: tuple[grads.Buckets, grads.Rows],
+        unscales: bool,
+    ) -> None:
         if torch.compiler.is_compiling():
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        with torch.no_grad():
-            self._checked = grads.collect_rows(optimizer, allow_fp16)
-            unscales = inv_scale is not self._one
-            on_gpu = cast(Tensor, self._scale).is_cuda and has_triton()
-            if on_gpu and not unscales:
-                # What counts overflows there can look for the largest in the same launch.
-                self._per_optimizer_states[id(optimizer)]["wants_amax"] = True
-            else:
-                self._note_largest(optimizer, self._checked)
-            return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
+            return
+        on_gpu = cast(Tensor, self._scale).is_cuda and has_triton()
+        if on_gpu and not unscales:
+            # What counts overflows there can look for the largest in the same launch.
+            self._per_optimizer_states[id(optimizer)]["wants_amax"] = True
+        else:
+            self._note_largest(optimizer, found)
 
     def _attribute(
         self,

@@ -40,6 +40,7 @@ class Stepping(Agreeing):
         with torch.no_grad():
             self._checked = grads.collect_rows(optimizer, allow_fp16)
             unscales = inv_scale is not self._one
+            self._note_scaled(optimizer, self._checked, unscales)
             return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -240,6 +241,14 @@ class Stepping(Agreeing):
 
     # Whether anybody looks at the largest magnitudes, which take a pass of their own on the CPU.
     _wants_amax = False
+
+    def _note_scaled(
+        self,
+        optimizer: torch.optim.Optimizer,
+        found: tuple[grads.Buckets, grads.Rows],
+        unscales: bool,
+    ) -> None:
+        """The gradients before their check, which divides them by the scale if it ``unscales``."""
 
     def _note_amax(self, optimizer: torch.optim.Optimizer, amax: Tensor) -> None:
         """The largest magnitude of each gradient, still scaled: float32 [n] on the device."""
