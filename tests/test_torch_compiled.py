@@ -535,6 +535,24 @@ def test_new_values_compile_nothing_and_new_cuts_once():
     engine.close()
 
 
+def test_cuts_in_ever_new_places_stay_below_torchs_limit_of_compilations():
+    """Beyond the limit ``fullgraph=True`` raises, and a training would end by its scaler."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(14)))
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    engine = Engine(compiled)
+    neutral = step(compiled, model, engine)
+    for last in range(12):
+        offsets = {"": 0, **{str(i): 3 if i <= last else 0 for i in range(14)}}
+        engine.follow(offsets, active=[str(last)])
+        step(compiled, model, engine)
+        probed(engine, compiled, model)
+        same(step(compiled, model, engine), neutral)
+        assert dict(engine.active)[str(last)] == 3
+    assert graphs() <= torch._dynamo.config.recompile_limit // 2
+    engine.close()
+
+
 def test_without_an_active_cut_nothing_is_added():
     model = build(Mlp)
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)

@@ -101,9 +101,27 @@ class CompiledCuts:
     def regions(self) -> list[Region]:
         return self.traces.regions
 
-    def place(self, names: Names, wanted: Iterable[str]) -> None:
-        """Gives modules their cuts, by name; graphs compiled without them are compiled anew."""
+    @property
+    def _crowded(self) -> bool:
+        """Whether new places are to be the last ones: torch compiles a function so many times.
+
+        Counted are the graphs that were compiled with cuts, those without, those that new places
+        now would add, and as many for another time. Half of the limit is left to the user.
+        """
+        now = sum(region.generation == self.traces.generation for region in self.regions)
+        return 2 * (len(self.regions) + 3 * now) > _recompile_limit()
+
+    def place(self, names: Names, wanted: Iterable[str], spare: Iterable[str] = ()) -> None:
+        """Gives modules their cuts, by name; graphs compiled without them are compiled anew.
+
+        Args:
+            names: the modules of the model.
+            wanted: those that need cuts.
+            spare: those that may need some later, and get them before there are too many graphs.
+        """
         new = set(wanted) - self._modules.keys()
+        if new and self._crowded:
+            new |= set(spare) - self._modules.keys()
         modules = names.modules if new else {}
         for name in sorted(new & modules.keys()):
             module = modules[name]
@@ -175,6 +193,11 @@ class CompiledCuts:
         self.traces.generation += 1
         self.traces.regions.clear()
         self._write({})
+
+
+def _recompile_limit() -> int:
+    config: Any = torch._dynamo.config
+    return getattr(config, "recompile_limit", None) or config.cache_size_limit
 
 
 def _static(factor: Tensor) -> Tensor:

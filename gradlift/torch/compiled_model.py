@@ -152,7 +152,7 @@ class CompiledModel:
             wanted = {module_of(key) for key in keys if any(plan.values())}
         self._refusal = self._why_no_cuts()
         if self._refusal is None:
-            self.cuts.place(names, wanted)
+            self.cuts.place(names, wanted, spare=map(module_of, plan))
         self.cuts.stale = True
 
     def _why_no_cuts(self) -> str | None:
