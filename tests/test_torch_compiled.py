@@ -738,6 +738,66 @@ def test_pins_act_at_once():
     engine.close()
 
 
+class Changed(nn.Module):
+    """A 3-D linear layer's output, which is a view, changed in place."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.change = change
+
+    def forward(self, x):
+        return self.c(self.change(self.b(self.a(x).tanh())))
+
+
+def twice(y):
+    y += 1
+    y *= 0.5
+    return y
+
+
+def through_a_view(y):
+    y[:, 0].mul_(2.0)
+    return y
+
+
+CHANGES = [nn.ReLU(inplace=True), torch.relu_, twice, through_a_view]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: getattr(c, "__name__", "module"))
+def test_a_pin_on_a_view_that_is_changed_in_place_acts(change):
+    torch.manual_seed(1)
+    model, x = Changed(change), inputs().view(2, 3, 4)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    expected = step(compiled, model, x=x)
+    engine = Engine(compiled)
+    for pins, active in (
+        ({"b": 5}, {"b": 5, "a": -5}),
+        ({"a": 3, "b": 5}, {"b": 5, "a": -2}),
+        ({"c": 2}, None),
+    ):
+        engine.pin(pins)
+        same(step(compiled, model, engine, x=x), expected)
+        assert active is None or dict(engine.active) == active
+    engine.close()
+    check_exact(model, compiled, x=x)
+
+
+def test_only_the_cut_on_a_changed_view():
+    """No other hook is there that would look at the graph first."""
+    torch.manual_seed(1)
+    model, x = Changed(torch.relu_), inputs().view(2, 3, 4)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    expected = step(compiled, model, x=x)
+    engine = Engine(compiled)
+    engine.follow({"": 0, "c": 0, "b": 7, "a": 7}, active=["b"])
+    step(compiled, model, engine, x=x)
+    probed(engine, compiled, model, x=x)
+    same(step(compiled, model, engine, x=x), expected)
+    assert engine.active == (("b", 7),)
+    engine.close()
+
+
 def test_contradictory_pins_are_refused_in_a_compiled_graph():
     model = build(Mlp)
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
