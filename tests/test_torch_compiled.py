@@ -523,14 +523,22 @@ def test_new_values_compile_nothing_and_new_cuts_once():
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
     engine = Engine(compiled)
     step(compiled, model, engine)
-    offsets = dict.fromkeys(["", "first", "act", "norm", "branch", "last", "act@2"], 0)
-    for number, (active, compiled_so_far) in enumerate(
-        [(["act@2"], 2), (["act@2"], 2), (["act@2", "norm"], 3), (["norm"], 3), ([], 3)]
+    zeros = dict.fromkeys(["", "first", "act", "norm", "branch", "last", "act@2"], 0)
+    branch, first = ["act@2", "branch"], ["first"]
+    for number, (moved, active, compiled_so_far) in enumerate(
+        [
+            (branch, ["act@2", "norm"], 2),
+            (branch, ["act@2", "norm"], 2),
+            (branch + first, ["act@2", "norm", "first"], 3),
+            (first, ["first"], 3),
+            ([], [], 3),
+        ]
     ):
-        engine.follow({**offsets, "branch": number + 1, "act@2": number + 1}, active)
+        engine.follow({**zeros, **dict.fromkeys(moved, number + 1)}, active)
         step(compiled, model, engine)
         probed(engine, compiled, model)
         step(compiled, model, engine)
+        assert {key for key, _ in engine.active} == set(active)
         assert graphs() == compiled_so_far
     engine.close()
 

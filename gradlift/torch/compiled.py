@@ -88,10 +88,11 @@ class CompiledCuts:
 
     Args:
         linear: autograd Functions of the user's that are linear in their gradient.
+        half: whether the model has float16 parameters.
     """
 
-    def __init__(self, linear: frozenset[type] = frozenset()) -> None:
-        self.traces = Traces(linear)
+    def __init__(self, linear: frozenset[type] = frozenset(), *, half: bool = False) -> None:
+        self.traces = Traces(linear, half=half)
         self.stale = False
         """Whether the factors may not be what is wanted: see ``write``."""
         self._pools: dict[torch.device, list[Pool]] = {}
@@ -100,6 +101,21 @@ class CompiledCuts:
     @property
     def regions(self) -> list[Region]:
         return self.traces.regions
+
+    def superseded(self, region: Region) -> bool:
+        """Whether the graph was compiled anew since, for more cuts."""
+        own = _names_in(region)
+        return any(
+            other.generation > region.generation and own <= _names_in(other)
+            for other in self.regions
+        )
+
+    @property
+    def untraced(self) -> bool:
+        """Whether code with cuts was compiled by something that traces no backward pass."""
+        return not self.regions and any(
+            pool.used for pools in self._pools.values() for pool in pools
+        )
 
     @property
     def _crowded(self) -> bool:
@@ -193,6 +209,10 @@ class CompiledCuts:
         self.traces.generation += 1
         self.traces.regions.clear()
         self._write({})
+
+
+def _names_in(region: Region) -> set[str]:
+    return {name for edge in region.walk.cuts for name, _ in edge.cut.names}
 
 
 def _recompile_limit() -> int:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ from gradlift.torch.entries import (
     wrappers_of,
 )
 from gradlift.torch.exponents import Assignment, from_pins, from_plan
+from gradlift.torch.graph import Walk
 from gradlift.torch.names import Names
 from gradlift.torch.traced_cuts import Region
 
@@ -69,17 +72,19 @@ class CompiledModel:
         *,
         hidden: bool,
     ) -> None:
-        self.cuts = CompiledCuts(linear)
+        half = any(p.dtype == torch.float16 for p in model.parameters())
+        self.cuts = CompiledCuts(linear, half=half)
         self.active: tuple[tuple[str, int], ...] = ()
         """(key, shift) of the cuts in compiled graphs that multiply."""
         self.unprobed = False
         """Whether a graph that was compiled since the last probe would have cuts to act."""
         self.reason: str | None = None
         """Why the cuts in compiled graphs are neutral, if they are."""
-        self._model, self._saw = model, saw
+        self._model, self._saw, self._probing = model, saw, probing
         self._refusal: str | None = None
         self._pins: Mapping[str, int] = {}
         self._plan: Mapping[str, int] = {}
+        self._unmoved = Unmoved()
         wrappers = wrappers_of(model) if hidden else []
         self._all_inside = hidden
         self._from_function = hidden and not wrappers
@@ -92,12 +97,15 @@ class CompiledModel:
 
     def watch(self) -> Hooks:
         """Hooks on the modules outside of compiled parts."""
-        entries = [self._model] if self._all_inside else list(outermost(self._model))
-        names = Names(self._model).of_module
-        # By name, so that what merely wraps a compiled part (DDP) is not looked at either.
-        inside = {names[id(module)] for entry in entries for module in entry.modules()}
+        names, inside = Names(self._model).of_module, self._inside()
         outside = (m for m in self._model.modules() if names[id(m)] not in inside)
         return Hooks(outside, self._saw)
+
+    def _inside(self) -> set[str]:
+        """By name, so that what merely wraps a compiled part (DDP) is not looked at either."""
+        entries = [self._model] if self._all_inside else list(outermost(self._model))
+        names = Names(self._model).of_module
+        return {names[id(module)] for entry in entries for module in entry.modules()}
 
     def begin_probe(self) -> None:
         """From now on compiled parts run uncompiled."""
@@ -150,6 +158,8 @@ class CompiledModel:
             wanted = set(names.modules)
         else:
             wanted = {module_of(key) for key in keys if any(plan.values())}
+        # While the plan still moves, its cuts are not all placed, and graphs are joined for that.
+        self._unmoved.settled = bool(wanted) and not pins
         self._refusal = self._why_no_cuts()
         if self._refusal is None:
             self.cuts.place(names, wanted, spare=map(module_of, plan))
@@ -162,12 +172,34 @@ class CompiledModel:
 
     def write(self) -> None:
         """Brings the factors of all compiled graphs up to date."""
-        wanted = bool(self._pins) or any(self._plan.values())
+        wanted = bool(self._pins) or any(self._plan.values()) or self._unmoved.all_inside
         self.reason = None
         if wanted and not self.cuts.regions:
             self.reason = self._refusal or NO_GRAPH
         self.unprobed = False
         self.active = tuple(self.cuts.write(self._assign))
+        if self._unmoved.looks_closer:
+            # With fewer cuts more of a graph is joined, and held for the reason of its neighbour.
+            self._unmoved.precise = self.cuts.stale = True
+            inside = self._inside()
+            wanted = (module_of(key) for key in self._plan)
+            self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
+
+    def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
+        """Takes note of what the plan would move and this graph holds at the global scale."""
+        if not self._pins:
+            self._unmoved.names.update(_held_against(walk, keys, self._plan))
+
+    def hold(self, walk: Walk) -> None:
+        """Holds what compiled code cannot move, in a graph that is probed: none may plan on it."""
+        refusal = self._why_no_cuts() or (NO_GRAPH if self.cuts.untraced else None)
+        self._unmoved.all_inside = refusal is not None
+        names = dict.fromkeys(self._inside(), refusal) if refusal else self._unmoved.names
+        for edge in walk.cuts:
+            for name, _ in edge.cut.names:
+                reason = names.get(name)
+                if reason is not None:
+                    walk.held.setdefault(edge.upstream, reason)
 
     def check(self, pins: Mapping[str, int]) -> None:
         """Raises on pins that contradict each other in a compiled graph."""
@@ -185,6 +217,14 @@ class CompiledModel:
                 # Of an older graph: ``check`` has let the present ones pass.
                 return neutral
         if not any(plan.values()):
+            return neutral
+        name = _called_elsewhere(keys, plan)
+        if self._unmoved.settled and not self._probing() and not self.cuts.superseded(region):
+            self._unmoved.in_region(region.walk, keys, plan, name)
+        if name is not None:
+            self.reason = (
+                f"{name!r} is called in several compiled graphs, or in one that is used twice"
+            )
             return neutral
         if not region.probed:
             self.unprobed, self.reason = True, UNPROBED
@@ -218,6 +258,65 @@ def meet(engine: Engine) -> CompiledModel:
     made = CompiledModel(engine.model, engine.linear, saw, probing, hidden=hidden)
     weakref.finalize(engine, made.close).atexit = False
     return made
+
+
+class Unmoved:
+    """Modules that a plan would move and compiled code keeps at the global scale, with reasons."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self.all_inside = False
+        """Whether that is true of every module in compiled code."""
+        self.settled = False
+        """Whether the plan's own cuts are placed."""
+        self.precise = False
+        """Whether every module of the plan has a cut, so that a graph shows what it must hold."""
+        self._found = False
+
+    @property
+    def looks_closer(self) -> bool:
+        """Whether cuts at all modules would tell more."""
+        return self._found and self.settled and not self.precise
+
+    def in_region(
+        self,
+        walk: Walk,
+        keys: Mapping[Cut, tuple[str, ...]],
+        plan: Mapping[str, int],
+        called_elsewhere: str | None,
+    ) -> None:
+        """Takes note of what one compiled graph holds."""
+        held = _held_against(walk, keys, plan)
+        if called_elsewhere is not None:
+            names = (name for edge in walk.cuts for name, _ in edge.cut.names)
+            self.names.update(dict.fromkeys(names, f"with {called_elsewhere!r} called elsewhere"))
+        elif self.precise:
+            self.names.update(held)
+        self._found = self._found or bool(held)
+
+
+def _held_against(
+    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+) -> dict[str, str]:
+    """The modules that a plan would move and a graph holds, with the reason."""
+    return {
+        name: walk.held[edge.upstream]
+        for edge in walk.cuts
+        if edge.upstream in walk.held and any(plan.get(key) for key in keys[edge.cut])
+        for name, _ in edge.cut.names
+    }
+
+
+def _called_elsewhere(keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]) -> str | None:
+    """A module that this graph calls, and another too, if the plan tells the calls apart."""
+    own = {key for several in keys.values() for key in several}
+    calls: defaultdict[str, set[str]] = defaultdict(set)
+    for key in plan:
+        calls[re.sub(r"@\d+$", "", key)].add(key)
+    for several in calls.values():
+        if own & several and not several <= own and len({plan[key] for key in several}) > 1:
+            return module_of(min(several))
+    return None
 
 
 class Hooks:

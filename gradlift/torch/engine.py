@@ -330,6 +330,8 @@ class Engine:
         if self._missed(found):
             return
         keys = keys_of(found)
+        if self._compiled is not None and self._probe is not None:
+            self._compiled.hold(found)
         assignment = self._assign(found, keys)
         # Once all of the losses are there, a part that looked unplanned may turn out planned.
         self.unplanned = assignment.unplanned is not None or (self.unplanned and not old)
@@ -338,6 +340,7 @@ class Engine:
         for root in old + [self._root(tensor, edges) for tensor, edges in new]:
             root.gate = gate
         if self._compiled is not None and self._probe is None:
+            self._compiled.note_held(found, keys)
             self.active += self._compiled.active
             self.neutral = self.neutral or self._compiled.reason
 

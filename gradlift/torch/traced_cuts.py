@@ -35,6 +35,8 @@ from gradlift.torch.cuts import Cut, makes_a_graph
 from gradlift.torch.graph import CutEdge, Node, Walk, walk
 from gradlift.torch.views import OnNode, rewritten_in
 
+CROSSES = "a float16 tensor that it uses comes from outside of its compiled graph"
+
 _numbers = itertools.count()
 
 
@@ -64,9 +66,11 @@ class Traces:
 
     Args:
         linear: autograd Functions of the user's that are linear in their gradient.
+        half: whether float16 inputs of a graph may be parameters, which the plan knows of.
     """
 
-    def __init__(self, linear: frozenset[type] = frozenset()) -> None:
+    def __init__(self, linear: frozenset[type] = frozenset(), *, half: bool = False) -> None:
+        self.half = half
         self.regions: list[Region] = []
         self.generation = 0
         self._linear = linear
@@ -118,6 +122,8 @@ class Traces:
         found = walk(calls[0].edges, cuts_of, self._linear, ends)
         if self._put_back(found):
             found = walk(calls[0].edges, cuts_of, self._linear, ends)
+        if not self.half:
+            _hold_crossings(found)
         backs = {edge.upstream: edge.cut.back for edge in found.cuts}
         if any(edge.cut.differentiated for edge in found.cuts) or not _on_one_device(found, backs):
             return frozenset()
@@ -214,6 +220,13 @@ def _inputs_of(call: tasks.Call) -> dict[Node, Tensor] | None:
                 return None
             ends[wanted.grad_fn] = wanted
     return ends
+
+
+def _hold_crossings(found: Walk) -> None:
+    """What a float16 input of the graph gets leaves it at the global scale, and must fit there."""
+    for edge in found.leaves:
+        if edge.leaf.dtype == torch.float16:
+            found.held.setdefault(edge.component, CROSSES)
 
 
 def _bring_back(found: Walk, backs: Mapping[int, Tensor]) -> None:
