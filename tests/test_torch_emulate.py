@@ -648,3 +648,52 @@ def test_a_model_without_such_layers_is_told_once():
     with pytest.warns(UserWarning, match="emulate rounds nothing"):
         scaler.scale(model(torch.randn(2, 4)).sum())
     scaler.scale(F.relu(model(torch.randn(2, 4))).sum())
+
+
+class PartCompiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 4)
+        self.first.compile(backend="aot_eager")
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+# torch says so of every global hook, and emulation sees outputs through one.
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_what_is_compiled_is_not_rounded_in_probes_either_and_is_said_once():
+    model = PartCompiled()
+    x, weights = torch.randn(7, 6), torch.randn(7, 4) * 0.1
+    exact = gradients(model, weighted, None, x, weights)
+    scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    probes = []
+    with pytest.warns(UserWarning, match="rounds nothing in compiled code.*'first'") as said:
+        for _ in range(6):
+            probes.append(scaler.probing)
+            at_second = round_nearest(weights * scaler.get_scale(), get(E4M3)) / scaler.get_scale()
+            found = gradients(model, weighted, scaler, x, weights)
+            if len(probes) > 1:
+                assert torch.equal(found["second.bias"], at_second.sum(0))
+                at_first = at_second @ model.second.weight
+                assert torch.allclose(found["first.bias"], at_first.sum(0), rtol=1e-5)
+            scaler.step(optimizer)
+            scaler.update()
+    assert True in probes[1:]
+    assert False in probes
+    assert sum("compiled code" in str(warning.message) for warning in said) == 1
+    assert not torch.equal(found["second.bias"], exact["second.bias"])
+    scaler.close()
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_model_that_is_compiled_as_a_whole_is_told_of_it():
+    model = TwoLayers()
+    compiled = torch.compile(model, backend="aot_eager")
+    scaler = AdaptiveGradScaler(compiled, "cpu", format=E4M3, emulate=True)
+    with pytest.warns(UserWarning, match="rounds nothing in compiled code"):
+        scaler.scale(compiled(torch.randn(2, 6)).sum())
+    scaler.close()
+    torch._dynamo.reset()

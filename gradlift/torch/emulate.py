@@ -38,6 +38,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradlift.formats import Format, round_to
 from gradlift.torch.cuts import Gate, makes_a_graph
 from gradlift.torch.engine import Engine, tensors_in
+from gradlift.torch.entries import outermost
 
 LAYERS = (nn.Linear, _ConvNd)
 
@@ -78,6 +79,10 @@ class Emulation:
         self.seen = False
         """Whether any output has come by."""
         self._begun = 0
+        # Inside a compiled part outputs are seen in probes alone: counted there, and not rounded,
+        # so that a probed step trains as the others do.
+        self._compiled: set[nn.Module] = set()
+        self._counting = Rounding(format, None)
         self._close = weakref.finalize(self, _close, _watch(self), self._rounding)
 
     def close(self) -> None:
@@ -96,6 +101,8 @@ class Emulation:
         self._rounding.begin(step)
         self._rounding.calibrating = calibrating
         self._begun += 1
+        if self._rounding.mode is not None:
+            self._look_for_compiled()
         # Not at the first: layers under reentrant checkpointing show themselves in the backward.
         if self._begun == 2 and not self.seen and self._rounding.mode is not None:
             warnings.warn(
@@ -104,13 +111,28 @@ class Emulation:
                 stacklevel=3,
             )
 
+    def _look_for_compiled(self) -> None:
+        before = self._compiled
+        self._compiled = {m for entry in outermost(self._model) for m in entry.modules()}
+        names = [
+            repr(name)
+            for name, module in self._model.named_modules()
+            if module in self._compiled and isinstance(module, LAYERS)
+        ]
+        if names and not before:
+            warnings.warn(
+                "gradlift: emulate rounds nothing in compiled code, and these layers are compiled: "
+                f"{', '.join(names[:3])}{' ...' if names[3:] else ''}",
+                stacklevel=4,
+            )
+
     def saw(self, module: nn.Module, output: Any) -> None:
         """Puts the rounding hook behind a layer's output."""
         if not torch.is_grad_enabled() or not self._owns(module):
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.is_floating_point():
-                self._place(tensor)
+                self._place(tensor, self._counting if module in self._compiled else self._rounding)
 
     def _owns(self, module: nn.Module) -> bool:
         if module not in self._own:
@@ -119,7 +141,7 @@ class Emulation:
             self._own.setdefault(module, False)
         return self._own[module]
 
-    def _place(self, tensor: Tensor) -> None:
+    def _place(self, tensor: Tensor, rounding: Rounding) -> None:
         base = tensor._base
         if base is not None and base.numel() == tensor.numel() and base.grad_fn is not None:
             tensor = base
@@ -129,7 +151,7 @@ class Emulation:
         self.seen = True
         hooks = node.metadata.setdefault(self._mark, {})
         if tensor.output_nr not in hooks:
-            hook = hooks[tensor.output_nr] = RoundedSlot(self._rounding, tensor.output_nr)
+            hook = hooks[tensor.output_nr] = RoundedSlot(rounding, tensor.output_nr)
             node.register_prehook(hook)
 
 
