@@ -4,7 +4,9 @@ Most of these use the backend ``aot_eager``: it traces as inductor does and then
 traced op by op. The cuts are in what was traced, so inductor itself gets a few tests of its own.
 """
 
+import collections
 import copy
+import dataclasses
 import io
 import random
 
@@ -116,6 +118,41 @@ class Several(nn.Module):
     def forward(self, x):
         found = self.inner(x)
         return self.last(found["a"] * 2 + found["rest"][0]) + found["ids"][:, None]
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@dataclasses.dataclass
+class Record:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Ordered(nn.Module):
+    """An output that can have no cuts stands before one that has."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            return self.kind(self.a(x) + 1, self.b(x) + 1), self.c(x) + 1
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        pair, third = self.inner(x)
+        a, b = pair.values() if isinstance(pair, dict) else (pair.a, pair.b)
+        return self.last(a * b + third)
+
+
+def ordered_dict(a, b):
+    return collections.OrderedDict(a=a, b=b)
 
 
 class Recomputed(nn.Module):
@@ -803,6 +840,22 @@ def test_only_the_cut_on_a_changed_view():
     probed(engine, compiled, model, x=x)
     same(step(compiled, model, engine, x=x), expected)
     assert engine.active == (("b", 7),)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [Pair, Record, ordered_dict])
+def test_outputs_have_the_numbers_that_a_probe_gives_them(kind):
+    model = build(Ordered)
+    model.inner.kind = kind
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    engine = Engine(compiled)
+    graph = graph_of(engine, compiled, model)
+    offsets = dict.fromkeys((key for c in graph.components for key in c.modules), 0)
+    engine.follow({**offsets, "inner": 3, "inner[2]": 5}, active=["inner[2]", "inner.c"])
+    neutral = step(compiled, model, engine)
+    probed(engine, compiled, model)
+    same(step(compiled, model, engine), neutral)
+    assert dict(engine.active) == {"inner[2]": 5, "inner.c": -5}
     engine.close()
 
 

@@ -297,7 +297,23 @@ def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:
             item, count = _marked(site, item, count)
             items.append(item)
         return (tuple(items) if type(value) is tuple else items), count
-    return value, count
+    return value, count + _tensors_in(value)
+
+
+def _tensors_in(value: Any) -> int:
+    """How many tensors there are in what gets no cuts: those after it keep their numbers."""
+    if isinstance(value, Tensor):
+        return 1
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (tuple, list)):
+        items = list(value)
+    else:
+        items = [getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ())]
+    count = 0
+    for item in items:
+        count += _tensors_in(item)
+    return count
 
 
 @torch.compiler.assume_constant_result
