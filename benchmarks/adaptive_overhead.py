@@ -20,52 +20,31 @@ plus that cost, spread over the interval and divided by the time of a step with 
 The plan is printed with the numbers: the bars are for models that one exponent serves, where no
 cut is active.
 
+    PYTHONPATH=. python3 benchmarks/adaptive_overhead.py             minutes on an H200
+    PYTHONPATH=. python3 benchmarks/adaptive_overhead.py --quick     a tiny GPT: seconds on a CPU
     PYTHONPATH=. python3 benchmarks/adaptive_overhead.py --json adaptive.json
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 import gc
-import json
 import statistics
-import sys
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.models import (  # noqa: E402
-    GPT,
-    GPT_124M,
-    GPT_LAUNCH_BOUND,
-    GPT_TINY,
-    Batch,
-    GPTSize,
-    build_gpt,
-    random_batches,
-)
-from benchmarks.turns import (  # noqa: E402
-    Ratio,
-    Timings,
-    check_device,
-    check_target,
-    compare,
-    find_environment,
-    take_turns,
-    time_block,
-)
-from gradlift.pilot import DEFAULT_INTERVAL  # noqa: E402
-from gradlift.torch import AdaptiveGradScaler, GradScaler  # noqa: E402
+from benchmarks import turns
+from benchmarks.command import Command
+from benchmarks.models import GPT, GPT_124M, GPT_LAUNCH_BOUND, GPT_TINY, Batch
+from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, judge, report, skips
+from benchmarks.overhead import Workload as Timed
+from benchmarks.turns import Ratio, Timings
+from gradlift.pilot import DEFAULT_INTERVAL
 
 VARIANTS = ("torch", "torch again", "gradlift", "adaptive", "naive")
 RATIOS = (
@@ -77,14 +56,9 @@ RATIOS = (
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Timed):
     """A model, and the bars that its ratios are held to."""
 
-    name: str
-    size: GPTSize
-    rows: int
-    block: int
-    """Steps in one timed block; more than the two after which a probe is planned from."""
     rounds: int
     probes: int
     """Pairs of blocks that the cost of a probe is taken from."""
@@ -122,51 +96,13 @@ class Result:
     skipped: dict[str, int]
 
 
-class Trainer:
-    """One variant: a model, its optimizer, its scaler and its place in the data."""
-
-    def __init__(self, model: GPT, variant: str) -> None:
-        self.model = model
-        self.device = model.tokens.weight.device.type
-        # Eight batches of random tokens are learned by heart at a higher rate, with a jump of the
-        # gradients to a hundred times their size within a step, which is another story.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        self.scaler = build_scaler(variant, model, self.device)
-        self.steps = 0
-        if variant == "naive":
-            measure_every_layer(model)
-
-    def step(self, batches: Sequence[Batch]) -> None:
-        """One training step on the next batch; waits for nothing, unless the variant does."""
-        batch = batches[self.steps % len(batches)]
-        self.steps += 1
-        self.optimizer.zero_grad()
-        with torch.autocast(self.device, dtype=torch.float16):
-            loss = self.model(batch.tokens, batch.targets)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
-class Adaptive(Trainer):
-    """The adaptive variant, whose probes the benchmark calls itself."""
-
-    scaler: AdaptiveGradScaler
-
-    def hold_probes(self) -> None:
-        """No probe of its own until ``probe`` or for ever."""
-        self.scaler._pilot.next_probe = 2**40
-
-    def probe(self) -> None:
-        """Make the next step a probe."""
-        self.scaler._engine.probe()
-
-
-def build_scaler(variant: str, model: nn.Module, device: str) -> torch.amp.GradScaler:
-    """The scaler of a variant, each with its defaults."""
-    if variant == "adaptive":
-        return AdaptiveGradScaler(model, device)
-    return GradScaler(device) if variant == "gradlift" else torch.amp.GradScaler(device)
+def build_trainer(model: GPT, variant: str) -> Trainer:
+    """A variant, each scaler with its defaults."""
+    if variant == "naive":
+        measure_every_layer(model)
+    # Eight batches of random tokens are learned by heart at a higher rate, with a jump of the
+    # gradients to a hundred times their size within a step, which is another story.
+    return Trainer(model, build_scaler(variant, model), rate=1e-5)
 
 
 def measure_every_layer(model: nn.Module) -> None:
@@ -185,55 +121,35 @@ def measure_every_layer(model: nn.Module) -> None:
         module.register_forward_hook(hook)
 
 
-def time_probes(
-    trainer: Adaptive, batches: Sequence[Batch], workload: Workload, device: torch.device
-) -> list[float]:
-    """Seconds that each of some probes adds to the block it falls into."""
-    costs = []
-    for number in range(workload.probes):
-        taken = {}
-        # Which comes first changes, so that a drifting clock favours neither.
-        for probed in (False, True) if number % 2 else (True, False):
-            if probed:
-                trainer.probe()
-            taken[probed], _ = time_block(trainer, batches, workload.block, device)
-            trainer.hold_probes()
-        costs.append((taken[True] - taken[False]) * workload.block)
-    return costs
-
-
-def settle(trainers: dict[str, Any], batches: Sequence[Batch], device: torch.device) -> None:
+def settle(trainers: dict[str, Trainer], batches: Sequence[Batch], device: torch.device) -> None:
     """The early probes, the first kernels and the allocator's first requests."""
     for trainer in trainers.values():
-        time_block(trainer, batches, SETTLED, device)
-    trainers["adaptive"].hold_probes()
+        turns.time_block(trainer, batches, SETTLED, device)
+    scaler = trainers["adaptive"].adaptive
+    turns.hold_probes(scaler)
     # A probe may be under way, and the blocks that time one must have seen it once.
-    trainers["adaptive"].probe()
-    time_block(trainers["adaptive"], batches, 4, device)
-    trainers["adaptive"].hold_probes()
+    scaler._engine.probe()
+    turns.time_block(trainers["adaptive"], batches, 4, device)
+    turns.hold_probes(scaler)
     gc.collect()
 
 
 def measure(workload: Workload, device: torch.device) -> Result:
     """Build all variants of one workload, let them settle and time them in turns."""
-    model = build_gpt(workload.size, device)
-    batches = random_batches(workload.size, workload.rows, 8, device)
-    trainers: dict[str, Any] = {
-        variant: (Adaptive if variant == "adaptive" else Trainer)(copy.deepcopy(model), variant)
-        for variant in VARIANTS
-    }
+    trainers, batches = build_trainers(VARIANTS, build_trainer, workload, device)
+    adaptive = trainers["adaptive"]
+    scaler = adaptive.adaptive
     settle(trainers, batches, device)
-    timings = take_turns(trainers, batches, workload.block, workload.rounds, device)
-    costs = time_probes(trainers["adaptive"], batches, workload, device)
-    ratios = compare_all({variant: t.wall for variant, t in timings.items()})
-    cost = compare(costs, [1.0] * len(costs))
-    scaler: AdaptiveGradScaler = trainers["adaptive"].scaler
+    timings = turns.take_turns(trainers, batches, workload.block, workload.rounds, device)
+    costs = turns.time_probes(adaptive, scaler, batches, workload.block, workload.probes, device)
+    ratios = turns.compare_all(timings, RATIOS)
+    cost = turns.compare(costs, [1.0] * len(costs))
     assert scaler.plan is not None
     result = Result(
         workload=workload,
         timings=timings,
         ratios=ratios,
-        host_ratios=compare_all({variant: t.host for variant, t in timings.items()}),
+        host_ratios=turns.compare_all(timings, RATIOS, "host"),
         probe_cost=cost,
         interval=DEFAULT_INTERVAL,
         with_probes=spread(ratios["adaptive / gradlift"], cost, timings["gradlift"].wall),
@@ -245,17 +161,6 @@ def measure(workload: Workload, device: torch.device) -> Result:
     return result
 
 
-def skips(trainers: dict[str, Any]) -> dict[str, int]:
-    """Steps that gradlift's scalers skipped; torch's does not count them."""
-    scalers = {name: trainer.scaler for name, trainer in trainers.items()}
-    return {n: s.skipped_steps for n, s in scalers.items() if isinstance(s, GradScaler)}
-
-
-def compare_all(series: dict[str, list[float]]) -> dict[str, Ratio]:
-    """Every ratio of ``RATIOS``, under the name it is printed with."""
-    return {f"{a} / {b}": compare(series[a], series[b]) for a, b in RATIOS}
-
-
 def spread(steady: Ratio, cost: Ratio, step: Sequence[float]) -> Ratio:
     """The steady ratio with one probe in every interval.
 
@@ -265,26 +170,13 @@ def spread(steady: Ratio, cost: Ratio, step: Sequence[float]) -> Ratio:
     return Ratio(*(a + b / whole for a, b in zip(steady, cost, strict=True)))
 
 
-def judge(ratio: Ratio, control: Ratio, bar: float) -> str:
-    """Whether a ratio keeps to its bar, and whether the method could have told."""
-    words = f"{'within' if ratio.median <= bar else 'ABOVE'} the bar of {bar:.3f}"
-    if max(control.high - 1, 1 - control.low) > bar - 1:
-        words += ", but two equal things differ by as much"
-    elif ratio.low <= bar < ratio.high:
-        words += ", which lies inside the interval"
-    return words
-
-
 def describe(result: Result) -> str:
     """One workload as text."""
     workload, control = result.workload, result.ratios["torch again / torch"]
-    times = ", ".join(
-        f"{name} {1e3 * statistics.median(t.wall):.3f}" for name, t in result.timings.items()
-    )
     steady = judge(result.ratios["adaptive / gradlift"], control, workload.steady_bar)
     probed = judge(result.with_probes, control, workload.probed_bar)
     low, high = 1e3 * result.probe_cost.low, 1e3 * result.probe_cost.high
-    lines = [workload.name, f"  ms per step: {times}"]
+    lines = [workload.name, f"  ms per step: {turns.milliseconds(result.timings)}"]
     lines += [f"  {name:28} {ratio}" for name, ratio in result.ratios.items()]
     lines += [f"  {'with probes / gradlift':28} {result.with_probes}"]
     lines += [f"  {'host, adaptive / gradlift':28} {result.host_ratios['adaptive / gradlift']}"]
@@ -299,62 +191,16 @@ def describe(result: Result) -> str:
     return "\n".join([*lines, f"  plan: {result.plan}", f"  skipped steps: {skipped}"])
 
 
-def to_json(result: Result) -> dict[str, Any]:
-    """Every number of a result, in seconds; ratios as objects and not as bare triples."""
-    return {
-        **asdict(result),
-        "ratios": {name: ratio._asdict() for name, ratio in result.ratios.items()},
-        "host_ratios": {name: ratio._asdict() for name, ratio in result.host_ratios.items()},
-        "probe_cost": result.probe_cost._asdict(),
-        "with_probes": result.with_probes._asdict(),
-    }
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a mistake ends the program before anything is built."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cuda, cuda:1, cpu, ... (%(default)s); a CPU gets a tiny GPT",
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny GPT: does it run at all?")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number here as well")
-    arguments = parser.parse_args(argv)
-    arguments.device = check_device(parser, arguments.device)
-    check_target(parser, arguments.json)
-    return arguments
-
-
-def run(workloads: Iterable[Workload], device: torch.device) -> list[Result]:
-    """Every workload, with progress on stderr and results on stdout as they come."""
-    results = []
-    for workload in workloads:
-        start = time.perf_counter()
-        print(f"{workload.name}: {workload.rounds} rounds ...", file=sys.stderr, flush=True)
-        results.append(measure(workload, device))
-        took = time.perf_counter() - start
-        print(f"{workload.name}: {took:.0f} s", file=sys.stderr, flush=True)
-        print(describe(results[-1]), end="\n\n", flush=True)
-    return results
+def cases(arguments: Namespace, tiny: bool) -> Iterator[Case]:
+    """Every workload."""
+    for workload in TINY if tiny else ON_GPU:
+        yield Case(workload.name, workload.rounds, partial(measure, workload, arguments.device))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; ``--quick`` only shows that everything runs."""
-    arguments = parse_arguments(argv)
-    device: torch.device = arguments.device
-    tiny = arguments.quick or device.type == "cpu"
-    if tiny:  # threads would wait for each other longer than they work
-        torch.set_num_threads(1)
-    environment = find_environment(device)
-    print("\n".join(f"{key:9} {value}" for key, value in environment.items()), end="\n\n")
-    results = run(TINY if tiny else ON_GPU, device)
-    print("ratios: median over rounds [bootstrap 95% interval]; 1 is equal, above 1 is slower")
-    if arguments.json is not None:
-        record = {"environment": environment, "results": [to_json(r) for r in results]}
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    quick = "a tiny GPT, as on any CPU: does it run at all?"
+    report(Command(__doc__, device="best", quick=quick, json=True), argv, cases, describe)
 
 
 if __name__ == "__main__":

@@ -10,27 +10,23 @@ were chosen after that, so that it can. What varies:
     precision  ``autocast``: activations and gradients in fp16; ``gradients``: gradients alone
     eps        Adam's; a gradient far below it does not move its weight in float32 either
 
-    PYTHONPATH=. python3 benchmarks/deep_tanh.py          half an hour on one core
+    PYTHONPATH=. python3 benchmarks/deep_tanh.py                        half an hour on one core
+    PYTHONPATH=. python3 benchmarks/deep_tanh.py --steps 4 --seeds 1    seconds, to see that it runs
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
-    sys.path.insert(0, str(ROOT))
-
-from gradlift.torch import AdaptiveGradScaler  # noqa: E402
+from benchmarks.command import Command, at_least
+from gradlift.torch import AdaptiveGradScaler
 
 DEPTH, WIDTH, CLASSES, ROWS = 120, 32, 4, 256
 WAYS = ("float32", "torch", "adaptive")
@@ -127,12 +123,14 @@ def train(setting: Setting, way: str, seed: int, steps: int) -> tuple[float, flo
     return statistics.mean(losses[-max(steps // 10, 1) :]), dead
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--first", type=int, default=0, help="the setting to begin with")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train everything and print it by setting."""
+    parser = Command(__doc__)
+    parser.add_argument("--steps", type=at_least(1), default=400, help="(%(default)s)")
+    parser.add_argument("--seeds", type=at_least(1), default=SEEDS, help="how many (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, choices=range(len(SETTINGS)),
+                        help="the setting to begin with (%(default)s)")  # fmt: skip
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(f"loss over the last tenth of {args.steps} steps (layers without a gradient), per seed")
     for setting in SETTINGS[args.first :]:

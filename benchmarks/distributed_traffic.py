@@ -3,18 +3,16 @@
 Real processes under gloo; only what is issued inside ``scale``, ``step`` and ``update`` counts,
 not what DDP or FSDP send by themselves. Bytes are those of the tensor that one rank hands over.
 
-    PYTHONPATH=. python3 benchmarks/distributed_traffic.py --ranks 2
+    PYTHONPATH=. python3 benchmarks/distributed_traffic.py --ranks 2      seconds on a CPU
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
-    sys.path.insert(0, str(ROOT))
-
-from gradlift.torch import AdaptiveGradScaler, GradScaler  # noqa: E402
+from benchmarks.command import Command, at_least
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 STEPS = 24
 
@@ -79,13 +74,15 @@ def alone() -> Case:
     return Case(model, torch.optim.AdamW(model.parameters()), GradScaler("cpu"), 1.0)
 
 
+def watch(model: nn.Module) -> AdaptiveGradScaler:
+    """An adaptive scaler that probes often."""
+    return AdaptiveGradScaler(model, "cpu", interval=8, process_group=dist.group.WORLD)
+
+
 def ddp(adaptive: bool = False) -> Case:
     model = nn.parallel.DistributedDataParallel(net())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    if not adaptive:
-        return Case(model, optimizer, GradScaler("cpu", model=model))
-    scaler = AdaptiveGradScaler(model, "cpu", interval=8, process_group=dist.group.WORLD)
-    return Case(model, optimizer, scaler)
+    return Case(model, optimizer, watch(model) if adaptive else GradScaler("cpu", model=model))
 
 
 def fsdp2(max_norm: float | None, adaptive: bool = False) -> Case:
@@ -99,10 +96,7 @@ def fsdp2(max_norm: float | None, adaptive: bool = False) -> Case:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    if not adaptive:
-        return Case(model, optimizer, GradScaler("cpu"), max_norm)
-    scaler = AdaptiveGradScaler(model, "cpu", interval=8, process_group=dist.group.WORLD)
-    return Case(model, optimizer, scaler, max_norm)
+    return Case(model, optimizer, watch(model) if adaptive else GradScaler("cpu"), max_norm)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -171,12 +165,13 @@ def work() -> None:
     os._exit(0)  # torch's gloo threads abort now and then when a process exits by itself
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start the ranks; in one of them, be it."""
     if "RANK" in os.environ:
         work()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
+    parser = Command(__doc__)
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="processes (%(default)s)")
+    options = parser.parse_args(argv)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(options.ranks), __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,7 @@ The text is the Python standard library's own source (every machine has it; anot
 Python is another text, so the table says which), every 16th file kept for validation. Printed
 is the validation loss in nats per byte, mean [least, greatest] over the seeds.
 
-    PYTHONPATH=. python3 benchmarks/eight_bit.py --device cuda            some minutes on an H200
+    PYTHONPATH=. python3 benchmarks/eight_bit.py --device cuda            ten minutes on an H200
     PYTHONPATH=. python3 benchmarks/eight_bit.py --device cuda --seeds 0 --out eight.jsonl
     PYTHONPATH=. python3 benchmarks/eight_bit.py --device cuda --seeds 1 2 --out eight.jsonl
     PYTHONPATH=. python3 benchmarks/eight_bit.py --device cpu --small     a minute or two
@@ -24,14 +24,13 @@ file holds of the same settings, so that a long benchmark can be split over seve
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
 import statistics
-import sys
 import sysconfig
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -42,15 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.models import GPT, Batch, GPTSize, build_gpt  # noqa: E402
-from benchmarks.turns import check_device, check_target, find_environment  # noqa: E402
-from gradlift.formats import Format, get  # noqa: E402
-from gradlift.torch import AdaptiveGradScaler  # noqa: E402
-from gradlift.torch.emulate import round_nearest  # noqa: E402
+from benchmarks.command import Command, at_least, begin, check_target, tell
+from benchmarks.models import GPT, Batch, GPTSize, build_gpt
+from gradlift.formats import Format, get
+from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.emulate import round_nearest
 
 FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 WAYS = ("bf16", *(f"{name}-{way}" for name in FORMATS for way in ("one", "planned", "ideal")))
@@ -284,52 +279,46 @@ def describe(settings: Settings, text: tuple[Tensor, Tensor]) -> dict[str, Any]:
 # The command line.
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a mistake ends the program before anything is built."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+def check_runs(name: str) -> Path:
+    """A file to append runs to: a new one, or one that holds nothing else."""
+    path = check_target(name)
+    try:
+        load(path, {})
+    except (ValueError, LookupError, TypeError):
+        raise ArgumentTypeError(f"{path} holds lines that are no runs of this benchmark") from None
+    return path
+
+
+def build_parser() -> Command:
+    """The command line."""
+    parser = Command(__doc__, device="cpu")
     parser.add_argument("--small", action="store_true", help="a model and a run for a CPU")
-    parser.add_argument("--steps", type=int, help="of each run (1000, small 200)")
+    parser.add_argument("--steps", type=at_least(1), help="of each run (1000, small 200)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
     parser.add_argument("--only", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY",
                         help=f"of {', '.join(WAYS)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="PATH", help="append every run, as JSON lines")
-    arguments = parser.parse_args(argv)
-    arguments.device = check_device(parser, arguments.device)
-    check_target(parser, arguments.out)
-    if arguments.steps is not None and arguments.steps < 1:
-        parser.error(f"--steps must be 1 or more, got {arguments.steps}")
-    return arguments
+    parser.add_argument("--out", type=check_runs, metavar="PATH",
+                        help="append every run, as JSON lines")  # fmt: skip
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train everything that was asked for and print the table."""
-    arguments = parse_arguments(argv)
+    arguments = build_parser().parse_args(argv)
     device: torch.device = arguments.device
-    if device.type == "cpu":  # threads would wait for each other longer than they work
-        torch.set_num_threads(1)
     settings = SMALL if arguments.small else FULL
     settings = replace(settings, steps=arguments.steps or settings.steps)
     train_text, held_out = (part.to(device) for part in read_text())
     about = describe(settings, (train_text, held_out))
-    environment = find_environment(device)
-    print("\n".join(f"{key:9} {value}" for key, value in environment.items()))
-    print(f"{'text':9} {about['text'][0]} bytes, {about['text'][1]} held out\n", flush=True)
+    size = f"{len(train_text)} bytes, {len(held_out)} held out"
+    environment = begin(device, one_thread=device.type == "cpu", text=size)
     outcomes = load(arguments.out, about)
-
-    def tell(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     for seed in arguments.seeds:
         for way in arguments.only:
             outcome = train(way, seed, settings, (train_text, held_out), tell)
             outcomes = [o for o in outcomes if (o.way, o.seed) != (way, seed)] + [outcome]
-            print(
-                f"{way:14}seed {seed}: {outcome.validation:.4f}, {outcome.seconds:.0f} s",
-                flush=True,
-            )
+            took = f"{outcome.seconds:.0f} s"
+            print(f"{way:14}seed {seed}: {outcome.validation:.4f}, {took}", flush=True)
             if arguments.out is not None:
                 row = {"about": about, "environment": environment, "outcome": asdict(outcome)}
                 with arguments.out.open("a") as file:

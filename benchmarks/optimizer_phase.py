@@ -16,28 +16,25 @@ and the loss is scaled between iterations, outside the clock. "spread" is the 10
 percentile. The two take turns in short blocks (``turns.py``), and "x torch" is the median over
 rounds of the ratio of their times, with its 95% interval.
 
-    PYTHONPATH=. python3 benchmarks/optimizer_phase.py            the table, on a CUDA device
+    PYTHONPATH=. python3 benchmarks/optimizer_phase.py            the table: minutes on an H200
     PYTHONPATH=. python3 benchmarks/optimizer_phase.py --quick    the smallest size, few iterations
     PYTHONPATH=. python3 benchmarks/optimizer_phase.py --sweep    chunk sizes and warps
-    PYTHONPATH=. python3 benchmarks/optimizer_phase.py --device cpu
+    PYTHONPATH=. python3 benchmarks/optimizer_phase.py --device cpu       many minutes on two cores
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from benchmarks.command import Command, at_least, begin, save
 from benchmarks.turns import Ratio, rotate
 from benchmarks.turns import compare as compare_rounds
 from gradlift.torch import GradScaler
@@ -351,29 +348,28 @@ def sweep(clock: Clock, bandwidth: float) -> None:
             print(f"update  chunk {chunk:6} warps {warps}: {time_pass(1):.3f} ms")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--quick", action="store_true", help="smallest size, few iterations")
+def build_parser() -> Command:
+    """The command line."""
+    parser = Command(__doc__, device="cuda", quick="smallest size, few iterations", json=True)
     parser.add_argument("--sweep", action="store_true", help="chunk sizes and warps instead")
-    parser.add_argument("--rounds", type=int, help="of five iterations of each")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers there too")
-    return parser.parse_args()
+    parser.add_argument("--rounds", type=at_least(2), help="of five iterations of each")
+    return parser
 
 
-def main() -> None:
-    args = parse()
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: use --device cpu for the path of the CPU")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table, a row as soon as it is measured."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    device: torch.device = args.device
     on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU"
+    if args.sweep and (not on_gpu or args.json is not None):
+        parser.error("--sweep is for a CUDA device, and only prints: leave --json out")
+    if on_gpu:
+        torch.cuda.set_device(device)  # the one that events are recorded on
     clock = Clock(device, args.rounds or (4 if args.quick else 12 if on_gpu else 20))
     bandwidth = copy_bandwidth(device)
     clear(device)
-    print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s")
+    environment = begin(device, one_thread=False, copy=f"{bandwidth / 1e9:.0f} GB/s")
     if args.sweep:
         sweep(clock, bandwidth)
         return
@@ -386,12 +382,8 @@ def main() -> None:
         for size, shapes in sizes.items():
             rows.append(compare(kind, size, shapes, clock, bandwidth))
             print(line(rows[-1]), flush=True)
-    if args.json is not None:
-        record = {"device": name, "torch": torch.__version__, "copy_bytes_per_s": bandwidth}
-        record["rows"] = [
-            {**asdict(r), "speedup": r.speedup._asdict(), "to_limit": r.to_limit} for r in rows
-        ]
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    found = [{**asdict(row), "to_limit": row.to_limit} for row in rows]
+    save(args.json, environment, copy_bytes_per_s=bandwidth, rows=found)
 
 
 if __name__ == "__main__":

@@ -4,27 +4,23 @@ A GPU's clock drifts by more than a scaler costs, so the ways take turns within 
 round times one short block of steps of each, the starting one moves on with every round, and
 only times of the same round are compared. A block is timed by the host's clock between two
 synchronizations. Of the per-round ratios the median counts, with a bootstrap 95% interval.
+
+The probes of an adaptive scaler are held back meanwhile. What one costs is the difference between
+two blocks taken one after the other, one whose first step is a probe and one without.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-import gradlift
-
-ROOT = Path(__file__).resolve().parents[1]
+from gradlift.torch import AdaptiveGradScaler
 
 
 class Trains(Protocol):
@@ -97,6 +93,42 @@ def take_turns(
     return timings
 
 
+def hold_probes(scaler: AdaptiveGradScaler) -> None:
+    """No probe of its own from now on."""
+    scaler._pilot.next_probe = 2**40
+
+
+def time_probes(
+    trainer: Trains,
+    scaler: AdaptiveGradScaler,
+    batches: Sequence[Any],
+    block: int,
+    probes: int,
+    device: torch.device,
+) -> list[float]:
+    """Seconds that each of some probes adds to the block it falls into.
+
+    Args:
+        trainer: whose scaler is ``scaler``, its probes held back.
+        scaler: the one that probes.
+        batches: for ``trainer.step``.
+        block: steps; more than the two after which a probe is planned from.
+        probes: how many.
+        device: to wait for.
+    """
+    costs = []
+    for number in range(probes):
+        taken = {}
+        # Which comes first changes, so that a drifting clock favours neither.
+        for probed in (False, True) if number % 2 else (True, False):
+            if probed:
+                scaler._engine.probe()
+            taken[probed], _ = time_block(trainer, batches, block, device)
+            hold_probes(scaler)
+        costs.append((taken[True] - taken[False]) * block)
+    return costs
+
+
 def compare(over: Sequence[float], under: Sequence[float], resamples: int = 2000) -> Ratio:
     """The ratio of two series of times that were taken round by round, with its spread."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
@@ -108,39 +140,15 @@ def compare(over: Sequence[float], under: Sequence[float], resamples: int = 2000
     return Ratio(statistics.median(ratios), low, high)
 
 
-def find_environment(device: torch.device) -> dict[str, str]:
-    """Where, when and with what the numbers were taken."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    threads = "" if device.type == "cuda" else f", threads: {torch.get_num_threads()}"
-    return {
-        "device": name + threads,
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "gradlift": gradlift.__version__,
-        "commit": find_commit() or "unknown",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    }
+def compare_all(
+    timings: Mapping[str, Timings], pairs: Iterable[tuple[str, str]], clock: str = "wall"
+) -> dict[str, Ratio]:
+    """The ratio of each pair of variants, under the name it is printed with."""
+    series = {variant: getattr(timing, clock) for variant, timing in timings.items()}
+    return {f"{a} / {b}": compare(series[a], series[b]) for a, b in pairs}
 
 
-def find_commit() -> str | None:
-    """The source tree's commit, marked if files differ from it; None without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
-
-
-def check_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    """The device of that name; one that is not there ends the program."""
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {name}: {str(error).splitlines()[0]}")
-
-
-def check_target(parser: argparse.ArgumentParser, path: Path | None) -> None:
-    """A file that cannot be written ends the program before anything is measured."""
-    if path is not None and not path.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {path.absolute().parent}")
+def milliseconds(timings: Mapping[str, Timings], clock: str = "wall") -> str:
+    """The median step of each variant, as it is printed."""
+    medians = {v: 1e3 * statistics.median(getattr(t, clock)) for v, t in timings.items()}
+    return ", ".join(f"{variant} {median:.3f}" for variant, median in medians.items())

@@ -13,38 +13,25 @@ batches: in float32, in fp16 autocast with ``torch.amp.GradScaler``, and with
 
     PYTHONPATH=. python3 benchmarks/wasted_steps.py                  minutes on a CPU
     PYTHONPATH=. python3 benchmarks/wasted_steps.py --device cuda --json wasted.json
+    PYTHONPATH=. python3 benchmarks/wasted_steps.py --quick          seconds on a CPU
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.flushed import (  # noqa: E402
-    Flushed,
-    outputs_flushed,
-    parameters_flushed,
-    recorded,
-    reference,
-)
-from benchmarks.runs import RUNS, Batch, Run, batches, build  # noqa: E402
-from benchmarks.turns import check_device, check_target, find_environment  # noqa: E402
-from gradlift.torch import AdaptiveGradScaler  # noqa: E402
+from benchmarks.command import Command, at_least, begin, save, tell
+from benchmarks.flushed import Flushed, outputs_flushed, parameters_flushed, recorded, reference
+from benchmarks.runs import RUNS, Batch, Run, batches, build
+from gradlift.torch import AdaptiveGradScaler
 
 WAYS = ("float32", "torch", "adaptive")
 STEPS, QUICK_STEPS = 1000, 40
@@ -216,44 +203,23 @@ def remark(torch_: Outcome, adaptive: Outcome) -> str:
     return "\n".join([*lines, f"  largest true gradient, first to last sample: 1/{shrank:.0f}"])
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a mistake ends the program before anything is built."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps of each")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number here as well")
-    arguments = parser.parse_args(argv)
-    arguments.device = check_device(parser, arguments.device)
-    check_target(parser, arguments.json)
-    if arguments.steps < 1:
-        parser.error(f"--steps must be 1 or more, got {arguments.steps}")
-    return arguments
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Train everything and print the table."""
-    arguments = parse_arguments(argv)
+    command = Command(__doc__, device="cpu", quick=f"{QUICK_STEPS} steps of each", json=True)
+    command.add_argument("--steps", type=at_least(1), default=STEPS, help="each (%(default)s)")
+    arguments = command.parse_args(argv)
     device: torch.device = arguments.device
-    if device.type == "cpu":  # threads would wait for each other longer than they work
-        torch.set_num_threads(1)
     steps = QUICK_STEPS if arguments.quick else arguments.steps
-    environment = find_environment(device)
-    print("\n".join(f"{key:9} {value}" for key, value in environment.items()), end="\n\n")
+    environment = begin(device, one_thread=device.type == "cpu")
     print(f"{steps} steps each, from step 0, every scaler with its defaults\n{HEADER}", flush=True)
     outcomes: list[Outcome] = []
     for run in RUNS:
         for way in WAYS:
             outcomes.append(train(run, way, steps, device))
-            took = f"{run.name}, {way}: {outcomes[-1].seconds:.0f} s"
-            print(took, file=sys.stderr, flush=True)
+            tell(f"{run.name}, {way}: {outcomes[-1].seconds:.0f} s")
             print(describe(outcomes[-1]), flush=True)
         print(remark(*outcomes[-2:]), flush=True)
-    if arguments.json is not None:
-        record = {"environment": environment, "outcomes": [asdict(o) for o in outcomes]}
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    save(arguments.json, environment, outcomes=outcomes)
 
 
 if __name__ == "__main__":

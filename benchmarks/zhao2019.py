@@ -19,52 +19,28 @@ and once without any. Printed for each:
 
     PYTHONPATH=. python3 benchmarks/zhao2019.py                      minutes on a CPU
     PYTHONPATH=. python3 benchmarks/zhao2019.py --device cuda --json zhao2019.json
+    PYTHONPATH=. python3 benchmarks/zhao2019.py --quick              seconds on a CPU
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a script sees its own folder, not the source tree
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.runs import (  # noqa: E402
-    KINDS,
-    Batch,
-    Run,
-    batches,
-    classify,
-    clusters,
-    conv,
-    patterns,
-    scenes,
-    sgd,
-)
-from benchmarks.turns import (  # noqa: E402
-    Ratio,
-    check_device,
-    check_target,
-    compare,
-    find_environment,
-    take_turns,
-    time_block,
-)
-from benchmarks.wasted_steps import Training, total  # noqa: E402
-from gradlift.torch import AdaptiveGradScaler  # noqa: E402
-from gradlift.zhao2019 import Zhao2019  # noqa: E402
+from benchmarks import runs
+from benchmarks.command import Command, begin, save
+from benchmarks.runs import Batch, Run, classify, clusters, conv, patterns, scenes, sgd
+from benchmarks.turns import Ratio, compare, hold_probes, take_turns, time_block, time_probes
+from benchmarks.wasted_steps import Training, total
+from gradlift.torch import AdaptiveGradScaler
+from gradlift.zhao2019 import Zhao2019
 
 WAYS: dict[str, Any] = {
     "torch": None,
@@ -83,7 +59,7 @@ def build_tanh(depth: int = 120, width: int = 16) -> nn.Module:
         linear = nn.Linear(width, width)
         nn.init.normal_(linear.weight, std=0.75 * width**-0.5)
         layers += [linear, nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, KINDS))
+    return nn.Sequential(*layers, nn.Linear(width, runs.KINDS))
 
 
 class Head(nn.Module):
@@ -203,103 +179,74 @@ class Outcome:
     step_ms: float
     ratio: Ratio
     """To the range rule."""
-    probe_ms: float | None
+    probe_ms: float | None = None
 
 
-class Trainer(Training):
-    """A training whose probes the benchmark calls itself once it has settled."""
+class Trainer:
+    """A training as ``turns`` times it; its probes are held back once it has settled."""
 
-    def __init__(self, run: Run, way: str, device: torch.device, data: Sequence[Batch]) -> None:
-        super().__init__(run, "torch", device)
+    def __init__(self, run: Run, way: str, device: torch.device) -> None:
+        self.training = Training(run, "torch", device)
+        self.steps = 0
+        self.scaler: AdaptiveGradScaler | None = None
         if WAYS[way] is not None:
-            self.scaler = AdaptiveGradScaler(self.model, device.type, rule=WAYS[way])
-        self.data, self.steps = data, 0
+            model = self.training.model
+            self.scaler = AdaptiveGradScaler(model, device.type, rule=WAYS[way])
+            self.training.scaler = self.scaler
 
-    def take(self, sampled: bool = False) -> None:
+    def step(self, batches: Sequence[Batch], sampled: bool = False) -> None:
         """One step on the next batch."""
         self.steps += 1
-        self.step(self.data[self.steps % len(self.data)], sampled)
+        self.training.step(batches[self.steps % len(batches)], sampled)
 
     def hold_probes(self) -> None:
         """No probe of its own any more."""
-        if isinstance(self.scaler, AdaptiveGradScaler):
-            self.scaler._pilot.next_probe = 2**40
-
-
-class Turn:
-    """A trainer as ``turns`` times it."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def step(self, batches: Sequence[Any], /) -> None:
-        """One step."""
-        self.trainer.take()
-
-
-def time_probes(trainer: Trainer, effort: Effort, device: torch.device) -> float | None:
-    """Seconds that a probe adds to its step; None where there is none."""
-    if not isinstance(trainer.scaler, AdaptiveGradScaler):
-        return None
-    costs = []
-    for number in range(effort.probes):
-        taken = {}
-        # Which comes first changes, so that a drifting clock favours neither.
-        for probed in (False, True) if number % 2 else (True, False):
-            if probed:
-                trainer.scaler._engine.probe()
-            taken[probed], _ = time_block(Turn(trainer), (), effort.block, device)
-            trainer.hold_probes()
-        costs.append((taken[True] - taken[False]) * effort.block)
-    return statistics.median(costs)
+        if self.scaler is not None:
+            hold_probes(self.scaler)
 
 
 def measure(run: Run, effort: Effort, device: torch.device) -> list[Outcome]:
     """One net in all ways."""
-    data = batches(run, 64, device)
-    trainers = {way: Trainer(run, way, device, data) for way in WAYS}
+    data = runs.batches(run, 64, device)
+    trainers = {way: Trainer(run, way, device) for way in WAYS}
     for trainer in trainers.values():
         for number in range(effort.settle + effort.samples):
-            trainer.take(sampled=number >= effort.settle)
+            trainer.step(data, sampled=number >= effort.settle)
         trainer.hold_probes()
-        time_block(Turn(trainer), (), 4, device)  # a probe may be under way
+        time_block(trainer, data, 4, device)  # a probe may be under way
         trainer.hold_probes()
-    turns = {way: Turn(trainer) for way, trainer in trainers.items()}
-    timings = take_turns(turns, (), effort.block, effort.rounds, device)
+    timings = take_turns(trainers, data, effort.block, effort.rounds, device)
     walls = {way: timing.wall for way, timing in timings.items()}
-    found = [outcome(run, way, t, walls, effort, device) for way, t in trainers.items()]
+    found = []
+    for way, trainer in trainers.items():
+        found.append(outcome(run, way, trainer, walls))
+        if trainer.scaler is not None:
+            block, probes = effort.block, effort.probes
+            costs = time_probes(trainer, trainer.scaler, data, block, probes, device)
+            found[-1] = replace(found[-1], probe_ms=1e3 * statistics.median(costs))
     for trainer in trainers.values():
-        if isinstance(trainer.scaler, AdaptiveGradScaler):
+        if trainer.scaler is not None:
             trainer.scaler.close()
     return found
 
 
-def outcome(
-    run: Run,
-    way: str,
-    trainer: Trainer,
-    walls: dict[str, list[float]],
-    effort: Effort,
-    device: torch.device,
-) -> Outcome:
-    """What one way came to."""
-    worst, share = trainer.flushed.worst
-    plan = getattr(trainer.scaler, "plan", None)
-    skipped = trainer.steps - trainer.taken
-    probe = time_probes(trainer, effort, device)
+def outcome(run: Run, way: str, trainer: Trainer, walls: dict[str, list[float]]) -> Outcome:
+    """What one way came to, but for its probes."""
+    flushed = trainer.training.flushed
+    worst, share = flushed.worst
+    plan = None if trainer.scaler is None else trainer.scaler.plan
     return Outcome(
         net=run.name,
         way=way,
-        skipped=skipped,
-        flushed_outputs=total(trainer.flushed.outputs),
-        flushed_parameters=total(trainer.flushed.parameters),
+        skipped=trainer.steps - trainer.training.taken,
+        flushed_outputs=total(flushed.outputs),
+        flushed_parameters=total(flushed.parameters),
         worst=worst,
         flushed_worst=share,
         cuts=len(plan.active) if plan else 0,
         plan=str(plan).splitlines()[0] if plan else None,
         step_ms=1e3 * statistics.median(walls[way]),
         ratio=compare(walls[way], walls["range"]),
-        probe_ms=None if probe is None else 1e3 * probe,
     )
 
 
@@ -317,28 +264,12 @@ def describe(outcome: Outcome) -> str:
     )
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a mistake ends the program before anything is built."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number here as well")
-    arguments = parser.parse_args(argv)
-    arguments.device = check_device(parser, arguments.device)
-    check_target(parser, arguments.json)
-    return arguments
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure everything and print the table."""
-    arguments = parse_arguments(argv)
+    quick = "a few steps, to see that it runs"
+    arguments = Command(__doc__, device="cpu", quick=quick, json=True).parse_args(argv)
     device: torch.device = arguments.device
-    if device.type == "cpu":  # threads would wait for each other longer than they work
-        torch.set_num_threads(1)
-    environment = find_environment(device)
-    print("\n".join(f"{key:9} {value}" for key, value in environment.items()), end="\n\n")
+    environment = begin(device, one_thread=device.type == "cpu")
     print(HEADER, flush=True)
     outcomes: list[Outcome] = []
     for run in NETS:
@@ -347,9 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(map(describe, found)))
         plans = [f"  {o.way}: {o.plan}; worst: {o.worst}" for o in found if o.plan]
         print("\n".join(plans), flush=True)
-    if arguments.json is not None:
-        record = {"environment": environment, "outcomes": [asdict(o) for o in outcomes]}
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    save(arguments.json, environment, outcomes=outcomes)
 
 
 if __name__ == "__main__":

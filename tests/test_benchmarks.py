@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,11 @@ import torch
 
 from benchmarks import optimizer_phase, step_overhead, turns
 from benchmarks.models import GPT, GPT_124M, GPT_TINY, GPTSize, build_gpt, random_batches
+from benchmarks.overhead import Trainer
 from benchmarks.turns import Ratio
+from gradlift.torch import GradScaler
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # The model.
@@ -127,9 +122,9 @@ def test_only_what_exceeds_both_spreads_counts(ratio: Ratio, control: Ratio, ver
 # The measurement.
 
 
-def make_trainer(variant: str) -> tuple[GPT, step_overhead.Trainer]:
+def make_trainer(variant: str) -> tuple[GPT, Trainer]:
     model = build_gpt(GPT_TINY, CPU)
-    return model, step_overhead.Trainer(model, variant, compiled=False, backend="aot_eager")
+    return model, step_overhead.build_trainer(model, variant, "eager", "aot_eager")
 
 
 @pytest.mark.parametrize("variant", step_overhead.VARIANTS)
@@ -143,7 +138,7 @@ def test_every_variant_trains_in_fp16(variant: str):
     assert not torch.equal(model.norm.weight, before)
     assert type(trainer.scaler) is {
         "none": type(None),
-        "gradlift": step_overhead.GradScaler,
+        "gradlift": GradScaler,
     }.get(variant, torch.amp.GradScaler)
 
 
@@ -215,22 +210,6 @@ def test_a_quick_run_on_a_gpu(tmp_path: Path):
     check_record(json.loads(target.read_text()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "nosuch"], "--device nosuch: "),
-        (["--device", "cpu", "--rounds", "1"], "--rounds must be 2 or more, got 1"),
-        (["--json", "/no/such/folder/out.json"], "there is no folder /no/such/folder"),
-    ],
-)
-def test_mistakes_end_before_anything_is_built(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit, match="2"):
-        step_overhead.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 # The optimizer phase.
 
 
@@ -245,3 +224,22 @@ def test_the_optimizer_phase_is_compared_as_a_user_writes_it(kind, shapes, two_p
     assert (row.measure_ms is not None) == (two_passes or kind == "fp16 masters")
     shown = optimizer_phase.line(row)
     assert shown.count("|") == optimizer_phase.HEADER.splitlines()[0].count("|")
+
+
+def test_a_quick_run_of_the_optimizer_phase_prints_and_writes_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(optimizer_phase, "CPU_SIZES", {"small": [[128, 128]], "other": [[8]]})
+    target = tmp_path / "phase.json"
+    optimizer_phase.main(["--device", "cpu", "--quick", "--json", str(target)])
+    printed = capsys.readouterr().out
+    assert re.search(r"^copy +\d+ GB/s$", printed, re.MULTILINE)
+    record = json.loads(target.read_text())
+    assert record["copy_bytes_per_s"] > 0
+    assert [(row["optimizer"], row["size"]) for row in record["rows"]] == [
+        (kind, "small") for kind in optimizer_phase.BYTES
+    ]
+    for row in record["rows"]:
+        assert f"| {row['optimizer']} | small |" in printed
+        assert row["to_limit"] == row["gradlift_ms"] / row["limit_ms"]
+        assert set(row["speedup"]) == {"median", "low", "high"}

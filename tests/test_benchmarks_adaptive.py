@@ -10,21 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import adaptive_overhead, deep_tanh, flushed, runs, wasted_steps
+from benchmarks import adaptive_overhead, deep_tanh, flushed, overhead, runs, turns, wasted_steps
 from benchmarks.flushed import Flushed
 from benchmarks.models import GPT_TINY, build_gpt, random_batches
 from benchmarks.turns import Ratio
 from gradlift.torch import AdaptiveGradScaler
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Counting what was flushed.
@@ -144,7 +136,7 @@ def test_a_quick_run_prints_a_row_for_every_training(
 
 def test_the_contrast_reads_back_three_numbers_for_every_module(monkeypatch: pytest.MonkeyPatch):
     model = build_gpt(GPT_TINY, CPU)
-    trainer = adaptive_overhead.Trainer(model, "naive")
+    trainer = adaptive_overhead.build_trainer(model, "naive")
     read = []
     item = torch.Tensor.item
 
@@ -159,19 +151,18 @@ def test_the_contrast_reads_back_three_numbers_for_every_module(monkeypatch: pyt
 
 
 def test_timed_blocks_have_no_probe_and_probed_blocks_have_one():
-    trainer = adaptive_overhead.Adaptive(build_gpt(GPT_TINY, CPU), "adaptive")
+    trainer = adaptive_overhead.build_trainer(build_gpt(GPT_TINY, CPU), "adaptive")
     batches = random_batches(GPT_TINY, 2, 2, CPU)
     adaptive_overhead.settle({"adaptive": trainer}, batches, CPU)
-    taken, engine = [], trainer.scaler._engine
+    taken, engine = [], trainer.adaptive._engine
     take = engine.take
     engine.take = lambda: taken.append(take()) or taken[-1]
     for _ in range(adaptive_overhead.DEFAULT_INTERVAL + 10):
         trainer.step(batches)
     assert not any(taken)
     taken.clear()
-    costs = adaptive_overhead.time_probes(trainer, batches, adaptive_overhead.TINY[0], CPU)
-    assert len(costs) == adaptive_overhead.TINY[0].probes
-    assert sum(probe is not None for probe in taken) == len(costs)
+    costs = turns.time_probes(trainer, trainer.adaptive, batches, 4, 3, CPU)
+    assert len(costs) == sum(probe is not None for probe in taken) == 3
 
 
 def test_a_probe_is_spread_over_the_interval():
@@ -190,7 +181,7 @@ def test_a_probe_is_spread_over_the_interval():
     ],
 )
 def test_a_ratio_is_held_to_its_bar(ratio: Ratio, control: Ratio, words: str):
-    assert words in adaptive_overhead.judge(ratio, control, 1.005)
+    assert words in overhead.judge(ratio, control, 1.005)
 
 
 def check_overhead(arguments: list[str], target: Path) -> None:
@@ -213,13 +204,6 @@ def test_a_quick_run_prints_every_ratio(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.gpu
 def test_a_quick_run_on_a_gpu(tmp_path: Path):
     check_overhead(["--device", "cuda"], tmp_path / "overhead.json")
-
-
-@pytest.mark.parametrize("script", [wasted_steps, adaptive_overhead])
-def test_mistakes_end_before_anything_is_built(script, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
-        script.main(["--device", "cpu", "--json", "/no/such/folder/out.json"])
-    assert "there is no folder /no/such/folder" in capsys.readouterr().err
 
 
 # The deep tanh network.

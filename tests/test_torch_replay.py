@@ -1,6 +1,7 @@
 """Steps of the adaptive scaler as CUDA graphs: what the host knows after replays."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -166,3 +167,31 @@ def test_gpu_a_replayed_run_takes_the_steps_of_one_that_is_not(depth_and_gain):
         assert torch.equal(a, b)
     for run in runs:
         run.scaler.close()
+
+
+@pytest.mark.gpu
+def test_gpu_what_other_threads_do_does_not_end_a_capture():
+    """A loader's thread asks for its events at any time."""
+    trainer, stop, asked = Trainer("cuda", interval=25), threading.Event(), threading.Event()
+
+    def ask():
+        stream = torch.cuda.Stream()
+        while not stop.is_set():
+            event = torch.cuda.Event()
+            event.record(stream)
+            event.query()
+            torch.empty(1000, pin_memory=True)
+            asked.set()
+
+    captured = CapturedStep(trainer.scaler, trainer.step)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert asked.wait(60)
+        for _ in range(60):
+            captured()
+    finally:
+        stop.set()
+        thread.join()
+    assert captured.replays > 20
+    trainer.scaler.close()
