@@ -323,6 +323,21 @@ def test_a_gradient_that_is_differentiated_is_not_rounded():
     assert torch.equal(grad / scaler.get_scale() ** 2, model.first.weight.grad)
 
 
+def test_later_passes_through_a_graph_that_was_differentiated_are_not_rounded():
+    model, x = TwoLayers(), torch.randn(7, 6, requires_grad=True)
+    exact = gradients(model, lambda m: (m(x) ** 3).sum())
+    scaler = rounding(model)
+    scaled = scaler.scale((model(x) ** 3).sum())
+    torch.autograd.grad(scaled, x, create_graph=True)
+    model.zero_grad()
+    scaled.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad / scaler.get_scale(), exact[name])
+    rounded = gradients(model, lambda m: (m(x) ** 3).sum(), scaler)
+    assert not torch.equal(rounded["first.weight"], exact["first.weight"])
+    scaler.close()
+
+
 # Overflow and saturation.
 
 
