@@ -927,6 +927,26 @@ def test_gradients_of_inputs_and_partial_passes():
     engine.close()
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_compiled_autograd_traces_our_hooks_and_stays_exact(compiles):
+    module = pytest.importorskip("torch._dynamo.compiled_autograd")
+    enable = getattr(module, "_enable", None) or module.enable
+    model = build(Mlp)
+    call = torch.compile(model, fullgraph=True, backend=BACKEND) if compiles else model
+    expected = step(call, model)
+    engine = Engine(call)
+    for offsets in ({"branch": 5}, {"branch": -3, "last": 2}):
+        engine.pin(offsets)
+        with enable(torch.compile(backend=BACKEND)):
+            found = step(call, model, engine)
+        same(found, expected)
+    engine.pin({})
+    with enable(torch.compile(backend=BACKEND)):
+        probed(engine, call, model)
+    same(step(call, model, engine), expected)
+    engine.close()
+
+
 def test_evaluation_is_left_alone():
     _, compiled, engine, _ = pinned()
     with torch.no_grad():

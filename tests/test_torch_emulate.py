@@ -79,6 +79,13 @@ def test_random_rounding_keeps_inf_and_nan_and_goes_to_a_neighbour(format):
     assert bool(((y.float() - x.float()).abs() < step)[inside].all())
 
 
+def test_float64_is_rounded_once():
+    """A cast that goes through float32 takes what is just beyond the middle for the middle."""
+    for format, middle in ((E4M3, 1 + 2.0**-4), (E5M2, 1 + 2.0**-3)):
+        x = torch.tensor([middle, middle + 2.0**-40], dtype=torch.float64)
+        assert round_nearest(x, get(format)).tolist() == [1.0, 2 * middle - 1]
+
+
 def test_an_expanded_gradient_stays_expanded():
     x = torch.tensor([[0.3], [500.0]]).expand(2, 5)
     y = round_nearest(x, get(E4M3))
