@@ -927,6 +927,7 @@ def test_gradients_of_inputs_and_partial_passes():
     engine.close()
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
 @pytest.mark.parametrize("compiles", [True, False])
 def test_compiled_autograd_traces_our_hooks_and_stays_exact(compiles):
     module = pytest.importorskip("torch._dynamo.compiled_autograd")
