@@ -29,12 +29,13 @@ from gradlift.torch.entries import (
     Entries,
     Stance,
     is_compiled,
+    is_compiled_node,
     is_optimized,
     outermost,
     wrappers_of,
 )
 from gradlift.torch.exponents import Assignment, from_pins, from_plan
-from gradlift.torch.graph import Walk
+from gradlift.torch.graph import Node, Walk, is_spread
 from gradlift.torch.names import Names
 from gradlift.torch.traced_cuts import Region
 
@@ -72,7 +73,8 @@ class CompiledModel:
         *,
         hidden: bool,
     ) -> None:
-        half = any(p.dtype == torch.float16 for p in model.parameters())
+        # FSDP2 may gather its parameters in float16.
+        half = any(p.dtype == torch.float16 or is_spread(p) for p in model.parameters())
         self.cuts = CompiledCuts(linear, half=half)
         self.active: tuple[tuple[str, int], ...] = ()
         """(key, shift) of the cuts in compiled graphs that multiply."""
@@ -85,6 +87,7 @@ class CompiledModel:
         self._pins: Mapping[str, int] = {}
         self._plan: Mapping[str, int] = {}
         self._unmoved = Unmoved()
+        self._several = False
         wrappers = wrappers_of(model) if hidden else []
         self._all_inside = hidden
         self._from_function = hidden and not wrappers
@@ -185,6 +188,12 @@ class CompiledModel:
             wanted = (module_of(key) for key in self._plan)
             self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
 
+    def look_at(self, nodes: Iterable[Node]) -> None:
+        """Takes note of how many compiled graphs lie below a loss; a probe has none."""
+        found = sum(map(is_compiled_node, _below(nodes)))
+        if found:
+            self._several = found > 1
+
     def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
         """Takes note of what the plan would move and this graph holds at the global scale."""
         if not self._pins:
@@ -218,7 +227,7 @@ class CompiledModel:
                 return neutral
         if not any(plan.values()):
             return neutral
-        name = _called_elsewhere(keys, plan)
+        name = _called_elsewhere(keys, plan) if self._several else None
         if self._unmoved.settled and not self._probing() and not self.cuts.superseded(region):
             self._unmoved.in_region(region.walk, keys, plan, name)
         if name is not None:
@@ -293,6 +302,17 @@ class Unmoved:
         elif self.precise:
             self.names.update(held)
         self._found = self._found or bool(held)
+
+
+def _below(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that their gradients flow to."""
+    found, stack = set[Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [target for target, _ in node.next_functions if target is not None]
+    return found
 
 
 def _held_against(

@@ -318,6 +318,9 @@ class Engine:
                 Their own last op must be the multiplication.
         """
         if self._compiled is not None:
+            if self._compiled.cuts.stale:
+                losses = (tensor.grad_fn for tensor in tensors_in(scaled))
+                self._compiled.look_at(node for node in losses if node is not None)
             self.write()
             self.active, self.neutral = self._compiled.active, self._compiled.reason
         if self._sees_nothing or is_rehearsal():
