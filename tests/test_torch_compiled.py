@@ -752,6 +752,22 @@ def test_two_passes_in_one_trace_bring_gradients_back_once_each():
             assert torch.equal(found, expected)
 
 
+def test_a_pass_that_is_differentiated_in_a_trace_has_no_cuts():
+    traces = Traces()
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def passes(w, x, shift, back):
+        hidden = w * x
+        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        (first,) = torch.autograd.grad((hidden.tanh() * hidden).sum(), [w], create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), [w])
+
+    traced = make_fx(passes)(w, x, torch.tensor(8.0), torch.tensor(0.125))
+    assert not traces.regions, "nor has a later pass through it"
+    one, other = (traced(w, x, *map(torch.tensor, f)) for f in ((8.0, 0.125), (1.0, 1.0)))
+    same(one, other)
+
+
 def test_factors_are_float32_whatever_the_default():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
