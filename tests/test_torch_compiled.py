@@ -752,6 +752,23 @@ def test_two_passes_in_one_trace_bring_gradients_back_once_each():
             assert torch.equal(found, expected)
 
 
+def test_a_pass_to_an_intermediate_tensor_has_no_cuts_in_a_trace():
+    """What it asks for would come at a scale that nobody knows."""
+    traces = Traces()
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def passes(w, x, shift, back):
+        middle = w * x
+        hidden = middle.sin()
+        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        return torch.autograd.grad(hidden.tanh().sum(), [middle, w])
+
+    traced = make_fx(passes)(w, x, torch.tensor(8.0), torch.tensor(0.125))
+    assert not traces.regions
+    one, other = (traced(w, x, *map(torch.tensor, f)) for f in ((8.0, 0.125), (1.0, 1.0)))
+    same(one, other)
+
+
 def test_a_pass_that_is_differentiated_in_a_trace_has_no_cuts():
     traces = Traces()
     w, x = torch.randn(3, requires_grad=True), torch.randn(3)

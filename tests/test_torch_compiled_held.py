@@ -1,9 +1,10 @@
-"""What compiled code cannot move is not planned on: an eager probe alone would not know."""
+"""What a probe, which runs uncompiled, would not know of the graphs that were compiled."""
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 
 from gradlift.torch import AdaptiveGradScaler
 from gradlift.torch.engine import Engine
@@ -212,4 +213,95 @@ def test_one_graph_that_calls_a_module_less_often_follows_the_plan():
     engine.take()
     assert all(map(torch.equal, run(call, model, engine), neutral))
     assert dict(engine.active) == {"act@2": 5, "b": -5, "act": 3, "a": -3}
+    engine.close()
+
+
+# Graphs of which nothing is known.
+
+
+class Branches(nn.Module):
+    """Two networks, each too deep for one scale, of which a step takes one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.one, self.other = self.deep(), self.deep()
+        self.takes_one = True
+
+    def deep(self):
+        layers = []
+        for _ in range(12):
+            linear = nn.Linear(8, 8)
+            nn.init.normal_(linear.weight, std=0.08 * 8**-0.5)
+            layers += [linear, nn.Tanh()]
+        return nn.Sequential(*layers, nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.one(x) if self.takes_one else self.other(x)
+
+
+@pytest.mark.parametrize("pattern", ["110", "1110", "11110"])
+def test_a_branch_without_any_planned_module_is_met_and_planned(pattern):
+    model = Branches()
+    call = torch.compile(model, fullgraph=True, backend=BACKEND)
+    scaler = AdaptiveGradScaler(call, "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    flushed = {}
+    probes = 0
+    for number in range(50):
+        model.takes_one = pattern[number % len(pattern)] == "1"
+        optimizer.zero_grad(set_to_none=True)
+        probes += scaler.probing
+        with torch.autocast("cpu", torch.float16):
+            out = call(X)
+        scaler.scale(F.cross_entropy(out.float(), torch.arange(16) % 4)).backward()
+        first = (model.one if model.takes_one else model.other)[0]
+        flushed[model.takes_one] = (first.weight.grad == 0).float().mean().item()
+        scaler.step(optimizer)
+        scaler.update()
+    assert flushed[True] < 0.1
+    assert flushed[False] < 0.1, "all of it was, before"
+    assert probes < 20
+    assert counters["stats"]["unique_graphs"] <= 5
+    scaler.close()
+
+
+class Unused(nn.Module):
+    """Its second output is computed, and no loss uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.a(x).tanh()
+        return self.b(x) * 2, self.c(x) * 3
+
+
+def test_an_output_that_no_loss_uses_does_not_make_the_graph_neutral():
+    torch.manual_seed(1)
+    model = Unused()
+    call = torch.compile(model, fullgraph=True, backend=BACKEND)
+    engine = Engine(call)
+
+    def run_one():
+        model.zero_grad()
+        scaled = call(X)[0].square().mean() * 2.0**10
+        engine.arm(scaled)
+        scaled.backward()
+        return model.a.weight.grad.clone(), model.b.weight.grad.clone()
+
+    engine.probe()
+    run_one()
+    graph = engine.take().survey(10).graph
+    assert {key for c in graph.components for key in c.modules} == {"", "a", "b"}
+    engine.follow({"": 1, "b": 2, "a": -11})
+    neutral = run_one()
+    engine.probe()
+    run_one()
+    engine.take()
+    found = run_one()
+    assert engine.neutral is None
+    assert dict(engine.active) == {"": 1, "[1]": 2, "b": 1, "a": -13}
+    assert all(map(torch.equal, found, neutral))
     engine.close()

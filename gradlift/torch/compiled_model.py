@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +36,14 @@ from gradlift.torch.exponents import Assignment, from_pins, from_plan
 from gradlift.torch.graph import Node, Walk, is_spread
 from gradlift.torch.names import Names
 from gradlift.torch.traced_cuts import Region
+from gradlift.torch.unseen import (
+    Strange,
+    Unmoved,
+    below,
+    called_elsewhere,
+    held_against,
+    without_unused,
+)
 
 if TYPE_CHECKING:
     from gradlift.torch.engine import Engine
@@ -87,6 +93,7 @@ class CompiledModel:
         self._pins: Mapping[str, int] = {}
         self._plan: Mapping[str, int] = {}
         self._unmoved = Unmoved()
+        self._strange = Strange()
         self._several = False
         wrappers = wrappers_of(model) if hidden else []
         self._all_inside = hidden
@@ -155,6 +162,8 @@ class CompiledModel:
             plan: offsets by key.
             active: keys of the cuts that the plan needs; None for all of its keys.
         """
+        if plan.keys() - self._plan.keys():
+            self._strange = Strange()
         self._pins, self._plan = pins, plan
         keys: Iterable[str] = plan if active is None else active
         if pins:
@@ -184,20 +193,37 @@ class CompiledModel:
         if self._unmoved.looks_closer:
             # With fewer cuts more of a graph is joined, and held for the reason of its neighbour.
             self._unmoved.precise = self.cuts.stale = True
-            inside = self._inside()
-            wanted = (module_of(key) for key in self._plan)
-            self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
+            self._place_all()
 
     def look_at(self, nodes: Iterable[Node]) -> None:
         """Takes note of how many compiled graphs lie below a loss; a probe has none."""
-        found = sum(map(is_compiled_node, _below(nodes)))
+        found = sum(map(is_compiled_node, below(nodes)))
         if found:
             self._several = found > 1
+
+    def meets_a_strange_graph(self, nodes: Iterable[Node]) -> bool:
+        """Whether a probe is wanted for a loss that comes from graphs of which nothing is known.
+
+        Call it in every step that is no probe, with the nodes of its losses.
+        """
+        if self._pins or not any(self._plan.values()) or not self.cuts.regions:
+            return False
+        if not self._strange.met(nodes, len(self.cuts.regions)):
+            return False
+        # The plan may know its modules from an earlier probe, though its own cuts are elsewhere.
+        before = self.cuts.traces.generation
+        self._place_all()
+        return before == self.cuts.traces.generation
+
+    def _place_all(self) -> None:
+        inside = self._inside()
+        wanted = (module_of(key) for key in self._plan)
+        self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
 
     def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
         """Takes note of what the plan would move and this graph holds at the global scale."""
         if not self._pins:
-            self._unmoved.names.update(_held_against(walk, keys, self._plan))
+            self._unmoved.names.update(held_against(walk, keys, self._plan))
 
     def hold(self, walk: Walk) -> None:
         """Holds what compiled code cannot move, in a graph that is probed: none may plan on it."""
@@ -227,7 +253,7 @@ class CompiledModel:
                 return neutral
         if not any(plan.values()):
             return neutral
-        name = _called_elsewhere(keys, plan) if self._several else None
+        name = called_elsewhere(keys, plan) if self._several else None
         if self._unmoved.settled and not self._probing() and not self.cuts.superseded(region):
             self._unmoved.in_region(region.walk, keys, plan, name)
         if name is not None:
@@ -238,7 +264,7 @@ class CompiledModel:
         if not region.probed:
             self.unprobed, self.reason = True, UNPROBED
             return neutral
-        assignment = from_plan(region.walk, keys, plan)
+        assignment = from_plan(region.walk, without_unused(keys, plan), plan)
         if assignment.unplanned is not None:
             self.reason = f"a compiled graph is not the planned one: {assignment.unplanned}"
         return assignment
@@ -267,76 +293,6 @@ def meet(engine: Engine) -> CompiledModel:
     made = CompiledModel(engine.model, engine.linear, saw, probing, hidden=hidden)
     weakref.finalize(engine, made.close).atexit = False
     return made
-
-
-class Unmoved:
-    """Modules that a plan would move and compiled code keeps at the global scale, with reasons."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, str] = {}
-        self.all_inside = False
-        """Whether that is true of every module in compiled code."""
-        self.settled = False
-        """Whether the plan's own cuts are placed."""
-        self.precise = False
-        """Whether every module of the plan has a cut, so that a graph shows what it must hold."""
-        self._found = False
-
-    @property
-    def looks_closer(self) -> bool:
-        """Whether cuts at all modules would tell more."""
-        return self._found and self.settled and not self.precise
-
-    def in_region(
-        self,
-        walk: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
-        plan: Mapping[str, int],
-        called_elsewhere: str | None,
-    ) -> None:
-        """Takes note of what one compiled graph holds."""
-        held = _held_against(walk, keys, plan)
-        if called_elsewhere is not None:
-            names = (name for edge in walk.cuts for name, _ in edge.cut.names)
-            self.names.update(dict.fromkeys(names, f"with {called_elsewhere!r} called elsewhere"))
-        elif self.precise:
-            self.names.update(held)
-        self._found = self._found or bool(held)
-
-
-def _below(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that their gradients flow to."""
-    found, stack = set[Node](), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += [target for target, _ in node.next_functions if target is not None]
-    return found
-
-
-def _held_against(
-    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
-) -> dict[str, str]:
-    """The modules that a plan would move and a graph holds, with the reason."""
-    return {
-        name: walk.held[edge.upstream]
-        for edge in walk.cuts
-        if edge.upstream in walk.held and any(plan.get(key) for key in keys[edge.cut])
-        for name, _ in edge.cut.names
-    }
-
-
-def _called_elsewhere(keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]) -> str | None:
-    """A module that this graph calls, and another too, if the plan tells the calls apart."""
-    own = {key for several in keys.values() for key in several}
-    calls: defaultdict[str, set[str]] = defaultdict(set)
-    for key in plan:
-        calls[re.sub(r"@\d+$", "", key)].add(key)
-    for several in calls.values():
-        if own & several and not several <= own and len({plan[key] for key in several}) > 1:
-            return module_of(min(several))
-    return None
 
 
 class Hooks:

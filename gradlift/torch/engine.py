@@ -318,10 +318,12 @@ class Engine:
                 Their own last op must be the multiplication.
         """
         if self._compiled is not None:
+            losses = [t.grad_fn for t in tensors_in(scaled) if t.grad_fn is not None]
             if self._compiled.cuts.stale:
-                losses = (tensor.grad_fn for tensor in tensors_in(scaled))
-                self._compiled.look_at(node for node in losses if node is not None)
+                self._compiled.look_at(losses)
             self.write()
+            if self._probe is None and self._compiled.meets_a_strange_graph(losses):
+                self.unplanned = True
             self.active, self.neutral = self._compiled.active, self._compiled.reason
         if self._sees_nothing or is_rehearsal():
             return
