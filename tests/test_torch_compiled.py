@@ -730,6 +730,38 @@ def test_regions_that_share_factors_agree_or_are_neutral():
     assert set().union(*(values.values() for values in found)) == {(0, 0)}
 
 
+def test_a_graph_that_was_traced_twice_is_neutral_where_the_traces_disagree():
+    model, compiled, engine, expected = pinned()
+    cuts = engine._compiled.cuts
+    (region,) = cuts.regions
+    held = dict.fromkeys(range(region.walk.components), "it was held then")
+    twin = dataclasses.replace(region, walk=dataclasses.replace(region.walk, held=held))
+    cuts.regions.append(twin)
+    cuts.stale = True
+    same(step(compiled, model, engine), expected)
+    assert not engine.active
+    cuts.regions.remove(twin)
+    cuts.stale = True
+    same(step(compiled, model, engine), expected)
+    assert engine.active
+    engine.close()
+
+
+def test_factors_beyond_float32_leave_the_graph_neutral():
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    expected = step(compiled, model)
+    engine = Engine(compiled)
+    engine.pin({"1": -120, "0": 120})
+    same(step(compiled, model, engine), expected)
+    assert not engine.active
+    engine.pin({"1": -30, "0": 60})
+    same(step(compiled, model, engine), expected)
+    assert dict(engine.active) == {"1": -30, "0": 90}
+    engine.close()
+
+
 def test_two_passes_in_one_trace_bring_gradients_back_once_each():
     traces = Traces()
     shift, back = torch.tensor(8.0), torch.tensor(0.125)
