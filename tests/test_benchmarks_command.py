@@ -93,6 +93,7 @@ def test_a_bad_device_or_folder_ends_every_script_first(
         ("deep_tanh", ["--seeds", "none"], "must be a whole number, 1 or more, got none"),
         ("deep_tanh", ["--first", "6"], "argument --first: invalid choice: 6"),
         ("distributed_traffic", ["--ranks", "0"], "must be a whole number, 1 or more, got 0"),
+        ("networks", ["--only", "lenet"], "argument --only: invalid choice: 'lenet'"),
         ("zhao2019", ["--fast"], "unrecognized arguments: --fast"),
     ],
 )

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import random
 import threading
 import weakref
 
@@ -563,6 +564,32 @@ def test_a_product_keeps_the_layout(shift):
         assert product is not grad
         assert [not step for step in product.stride()] == [not step for step in grad.stride()]
     assert cuts.times_power_of_two(base.t(), shift).stride() == base.t().stride()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_product_keeps_the_gaps_of_a_slice(seed):
+    """A bias sums over them in the order of the strides; a gradient of a concatenation has some."""
+    numbers = random.Random(seed)
+    whole = torch.randn([numbers.randint(1, 6) for _ in range(numbers.randint(1, 4))])
+    for dim in range(whole.dim()):
+        start = numbers.randrange(whole.shape[dim])
+        whole = whole.narrow(dim, start, numbers.randint(1, whole.shape[dim] - start))
+    order = numbers.sample(range(whole.dim()), whole.dim())
+    grad = whole.permute(order)[:: numbers.randint(1, 2)]
+    product = cuts.times_power_of_two(grad, 5)
+    assert torch.equal(product, grad * 32)
+    places = [dim for dim in range(grad.dim()) if grad.shape[dim] > 1]
+    if not grad.is_contiguous():
+        assert [product.stride(d) for d in places] == [grad.stride(d) for d in places]
+
+
+def test_a_product_leaves_gaps_out_that_are_larger_than_the_gradient():
+    wide = torch.randn(2, 2**20)
+    slice_, overlapping = wide[:, :3].t(), torch.arange(6.0).as_strided((3, 4), (1, 1))
+    for grad in (slice_, overlapping):
+        product = cuts.times_power_of_two(grad, -2)
+        assert torch.equal(product, grad / 4)
+        assert product.untyped_storage().nbytes() <= 12 * 4
 
 
 # 8. Half-precision leaves: tests/test_torch_half.py.

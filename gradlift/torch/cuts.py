@@ -33,6 +33,8 @@ from gradlift.torch.graph import Node
 _FLOAT16_FACTORS = range(-14, 16)
 _FLOAT32_FACTORS = range(-126, 128)
 
+# A gradient with gaps may take so many times the memory of its elements, a small one any.
+_GAPS, _SMALL = 8, 2**20
 
 DIFFERENTIATED = "a gradient was made part of a graph (create_graph)"
 
@@ -224,13 +226,33 @@ def entries(call: tasks.Call, gate: Gate, marks: Marks) -> Iterator[bool]:
 def times_power_of_two(grad: torch.Tensor, shift: int) -> torch.Tensor:
     """``grad * 2**shift`` in a new tensor of the same dtype, rounded once.
 
-    The layout is kept, expanded dimensions included: another one could make the kernels that
-    follow add up in another order.
+    The layout is kept, expanded dimensions and the gaps of a slice included: another one could make
+    the kernels that follow add up in another order. Only where gaps take far more memory than the
+    elements they are left out.
     """
-    if grad.layout == torch.strided and not grad.is_contiguous() and 0 in grad.stride():
+    if grad.layout != torch.strided or grad.is_contiguous():
+        return _product(grad, shift)
+    if 0 in grad.stride():
         shown = tuple(slice(0, 1) if not step else slice(None) for step in grad.stride())
         return _product(grad[shown], shift).expand(grad.shape)
-    return _product(grad, shift)
+    product = _product(grad, shift)
+    if product.stride() == grad.stride() or not _worth_its_gaps(grad):
+        return product
+    return torch.empty_strided(
+        grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device
+    ).copy_(product)
+
+
+def _worth_its_gaps(grad: torch.Tensor) -> bool:
+    """Whether a copy of ``grad`` may have its strides: none overlap, and it does not get large."""
+    span = 1
+    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < span:
+            return False
+        span += stride * (size - 1)
+    return type(grad) is torch.Tensor and span <= max(_GAPS * grad.numel(), _SMALL)
 
 
 def _product(grad: torch.Tensor, shift: int) -> torch.Tensor:
