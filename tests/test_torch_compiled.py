@@ -552,6 +552,37 @@ def test_a_backend_that_traces_no_backward_runs_neutral_and_says_so():
     engine.close()
 
 
+class Conditional(nn.Module):
+    """Modules that an op of higher order calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.yes, self.no, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        hidden = self.a(x)
+        return self.last(torch.cond(hidden.sum() > 0, self.yes, self.no, (hidden,)))
+
+
+def test_modules_inside_of_cond_have_no_cuts_and_those_around_it_have():
+    model = build(Conditional)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    found = []
+    for engine in (None, Engine(compiled)):
+        if engine is not None:
+            engine.pin({"a": 4, "yes": 3})
+        model.zero_grad()
+        scaled = compiled(inputs()).square().mean() * SCALE
+        if engine is not None:
+            engine.arm(scaled)
+        scaled.backward()
+        # The branch that was not taken may have none.
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    same(*found)
+    assert dict(engine.active) == {"a": 4}
+    engine.close()
+
+
 # Recompilations.
 
 
