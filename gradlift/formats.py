@@ -162,8 +162,9 @@ def _round_float(
     quantum = max(math.frexp(x)[1] - 1, format.min_exponent) - format.mantissa_bits
     steps = math.ldexp(x, -quantum)
     if stochastic:
-        below = math.floor(steps)
-        steps = below + (steps - below > (generator or random).random())
+        # Of the magnitude: random numbers are coarse, and that shall favour no sign.
+        below = math.floor(abs(steps))
+        steps = below + (abs(steps) - below > (generator or random).random())
     else:
         steps = round(steps)
     # Compared as steps: the largest doubles round up to 2**1024, which ldexp refuses.
@@ -184,6 +185,8 @@ def _round_tensor(
     quantum = exponent.clamp(min=format.min_exponent) - format.mantissa_bits
     steps = value * _power_of_two(-quantum, value.dtype)
     if stochastic:
+        # Of the magnitude: random numbers are coarse, and that shall favour no sign.
+        steps = steps.abs()
         below = steps.floor()
         chance = torch.rand(
             steps.shape, dtype=steps.dtype, device=steps.device, generator=generator

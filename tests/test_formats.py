@@ -210,6 +210,23 @@ def test_stochastic_rounding_is_unbiased(name, fraction, base):
     assert abs(up - fraction) < four_sigma
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_stochastic_rounding_treats_both_signs_alike(name, dtype):
+    """Random numbers have 24 bits: what is lost below them must not drift in one direction."""
+    sizes = torch.exp2(torch.arange(-60, 12).double()).to(dtype).repeat_interleave(50)
+    found = [
+        round_to(sign * sizes, name, stochastic=True, generator=torch.Generator().manual_seed(5))
+        for sign in (1, -1)
+    ]
+    assert torch.equal(found[0], -found[1])
+    drawn = [
+        [round_to(sign * x, name, stochastic=True, generator=source) for x in sizes.tolist()]
+        for sign, source in ((1, random.Random(5)), (-1, random.Random(5)))
+    ]
+    assert drawn[0] == [-y for y in drawn[1]]
+
+
 def test_stochastic_rounding_of_python_floats():
     source = random.Random(4)
     x, n = 1.0 + 0.3 * 2.0**-3, 20_000

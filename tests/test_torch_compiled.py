@@ -4,7 +4,9 @@ Most of these use the backend ``aot_eager``: it traces as inductor does and then
 traced op by op. The cuts are in what was traced, so inductor itself gets a few tests of its own.
 """
 
+import collections
 import copy
+import dataclasses
 import io
 import random
 
@@ -116,6 +118,41 @@ class Several(nn.Module):
     def forward(self, x):
         found = self.inner(x)
         return self.last(found["a"] * 2 + found["rest"][0]) + found["ids"][:, None]
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@dataclasses.dataclass
+class Record:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Ordered(nn.Module):
+    """An output that can have no cuts stands before one that has."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            return self.kind(self.a(x) + 1, self.b(x) + 1), self.c(x) + 1
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        pair, third = self.inner(x)
+        a, b = pair.values() if isinstance(pair, dict) else (pair.a, pair.b)
+        return self.last(a * b + third)
+
+
+def ordered_dict(a, b):
+    return collections.OrderedDict(a=a, b=b)
 
 
 class Recomputed(nn.Module):
@@ -515,6 +552,37 @@ def test_a_backend_that_traces_no_backward_runs_neutral_and_says_so():
     engine.close()
 
 
+class Conditional(nn.Module):
+    """Modules that an op of higher order calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.yes, self.no, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        hidden = self.a(x)
+        return self.last(torch.cond(hidden.sum() > 0, self.yes, self.no, (hidden,)))
+
+
+def test_modules_inside_of_cond_have_no_cuts_and_those_around_it_have():
+    model = build(Conditional)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    found = []
+    for engine in (None, Engine(compiled)):
+        if engine is not None:
+            engine.pin({"a": 4, "yes": 3})
+        model.zero_grad()
+        scaled = compiled(inputs()).square().mean() * SCALE
+        if engine is not None:
+            engine.arm(scaled)
+        scaled.backward()
+        # The branch that was not taken may have none.
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    same(*found)
+    assert dict(engine.active) == {"a": 4}
+    engine.close()
+
+
 # Recompilations.
 
 
@@ -523,15 +591,41 @@ def test_new_values_compile_nothing_and_new_cuts_once():
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
     engine = Engine(compiled)
     step(compiled, model, engine)
-    offsets = dict.fromkeys(["", "first", "act", "norm", "branch", "last", "act@2"], 0)
-    for number, (active, compiled_so_far) in enumerate(
-        [(["act@2"], 2), (["act@2"], 2), (["act@2", "norm"], 3), (["norm"], 3), ([], 3)]
+    zeros = dict.fromkeys(["", "first", "act", "norm", "branch", "last", "act@2"], 0)
+    branch, first = ["act@2", "branch"], ["first"]
+    for number, (moved, active, compiled_so_far) in enumerate(
+        [
+            (branch, ["act@2", "norm"], 2),
+            (branch, ["act@2", "norm"], 2),
+            (branch + first, ["act@2", "norm", "first"], 3),
+            (first, ["first"], 3),
+            ([], [], 3),
+        ]
     ):
-        engine.follow({**offsets, "branch": number + 1, "act@2": number + 1}, active)
+        engine.follow({**zeros, **dict.fromkeys(moved, number + 1)}, active)
         step(compiled, model, engine)
         probed(engine, compiled, model)
         step(compiled, model, engine)
+        assert {key for key, _ in engine.active} == set(active)
         assert graphs() == compiled_so_far
+    engine.close()
+
+
+def test_cuts_in_ever_new_places_stay_below_torchs_limit_of_compilations():
+    """Beyond the limit ``fullgraph=True`` raises, and a training would end by its scaler."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(14)))
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    engine = Engine(compiled)
+    neutral = step(compiled, model, engine)
+    for last in range(12):
+        offsets = {"": 0, **{str(i): 3 if i <= last else 0 for i in range(14)}}
+        engine.follow(offsets, active=[str(last)])
+        step(compiled, model, engine)
+        probed(engine, compiled, model)
+        same(step(compiled, model, engine), neutral)
+        assert dict(engine.active)[str(last)] == 3
+    assert graphs() <= torch._dynamo.config.recompile_limit // 2
     engine.close()
 
 
@@ -667,6 +761,38 @@ def test_regions_that_share_factors_agree_or_are_neutral():
     assert set().union(*(values.values() for values in found)) == {(0, 0)}
 
 
+def test_a_graph_that_was_traced_twice_is_neutral_where_the_traces_disagree():
+    model, compiled, engine, expected = pinned()
+    cuts = engine._compiled.cuts
+    (region,) = cuts.regions
+    held = dict.fromkeys(range(region.walk.components), "it was held then")
+    twin = dataclasses.replace(region, walk=dataclasses.replace(region.walk, held=held))
+    cuts.regions.append(twin)
+    cuts.stale = True
+    same(step(compiled, model, engine), expected)
+    assert not engine.active
+    cuts.regions.remove(twin)
+    cuts.stale = True
+    same(step(compiled, model, engine), expected)
+    assert engine.active
+    engine.close()
+
+
+def test_factors_beyond_float32_leave_the_graph_neutral():
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    expected = step(compiled, model)
+    engine = Engine(compiled)
+    engine.pin({"1": -120, "0": 120})
+    same(step(compiled, model, engine), expected)
+    assert not engine.active
+    engine.pin({"1": -30, "0": 60})
+    same(step(compiled, model, engine), expected)
+    assert dict(engine.active) == {"1": -30, "0": 90}
+    engine.close()
+
+
 def test_two_passes_in_one_trace_bring_gradients_back_once_each():
     traces = Traces()
     shift, back = torch.tensor(8.0), torch.tensor(0.125)
@@ -687,6 +813,39 @@ def test_two_passes_in_one_trace_bring_gradients_back_once_each():
     for factors in ((8.0, 0.125), (1.0, 1.0)):
         for found in traced(w, x, *map(torch.tensor, factors)):
             assert torch.equal(found, expected)
+
+
+def test_a_pass_to_an_intermediate_tensor_has_no_cuts_in_a_trace():
+    """What it asks for would come at a scale that nobody knows."""
+    traces = Traces()
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def passes(w, x, shift, back):
+        middle = w * x
+        hidden = middle.sin()
+        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        return torch.autograd.grad(hidden.tanh().sum(), [middle, w])
+
+    traced = make_fx(passes)(w, x, torch.tensor(8.0), torch.tensor(0.125))
+    assert not traces.regions
+    one, other = (traced(w, x, *map(torch.tensor, f)) for f in ((8.0, 0.125), (1.0, 1.0)))
+    same(one, other)
+
+
+def test_a_pass_that_is_differentiated_in_a_trace_has_no_cuts():
+    traces = Traces()
+    w, x = torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def passes(w, x, shift, back):
+        hidden = w * x
+        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        (first,) = torch.autograd.grad((hidden.tanh() * hidden).sum(), [w], create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), [w])
+
+    traced = make_fx(passes)(w, x, torch.tensor(8.0), torch.tensor(0.125))
+    assert not traces.regions, "nor has a later pass through it"
+    one, other = (traced(w, x, *map(torch.tensor, f)) for f in ((8.0, 0.125), (1.0, 1.0)))
+    same(one, other)
 
 
 def test_factors_are_float32_whatever_the_default():
@@ -717,6 +876,82 @@ def test_pins_act_at_once():
         same(step(compiled, model, engine), first)
         assert bool(engine.active) == bool(pins)
     assert graphs() == 1
+    engine.close()
+
+
+class Changed(nn.Module):
+    """A 3-D linear layer's output, which is a view, changed in place."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.change = change
+
+    def forward(self, x):
+        return self.c(self.change(self.b(self.a(x).tanh())))
+
+
+def twice(y):
+    y += 1
+    y *= 0.5
+    return y
+
+
+def through_a_view(y):
+    y[:, 0].mul_(2.0)
+    return y
+
+
+CHANGES = [nn.ReLU(inplace=True), torch.relu_, twice, through_a_view]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: getattr(c, "__name__", "module"))
+def test_a_pin_on_a_view_that_is_changed_in_place_acts(change):
+    torch.manual_seed(1)
+    model, x = Changed(change), inputs().view(2, 3, 4)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    expected = step(compiled, model, x=x)
+    engine = Engine(compiled)
+    for pins, active in (
+        ({"b": 5}, {"b": 5, "a": -5}),
+        ({"a": 3, "b": 5}, {"b": 5, "a": -2}),
+        ({"c": 2}, None),
+    ):
+        engine.pin(pins)
+        same(step(compiled, model, engine, x=x), expected)
+        assert active is None or dict(engine.active) == active
+    engine.close()
+    check_exact(model, compiled, x=x)
+
+
+def test_only_the_cut_on_a_changed_view():
+    """No other hook is there that would look at the graph first."""
+    torch.manual_seed(1)
+    model, x = Changed(torch.relu_), inputs().view(2, 3, 4)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    expected = step(compiled, model, x=x)
+    engine = Engine(compiled)
+    engine.follow({"": 0, "c": 0, "b": 7, "a": 7}, active=["b"])
+    step(compiled, model, engine, x=x)
+    probed(engine, compiled, model, x=x)
+    same(step(compiled, model, engine, x=x), expected)
+    assert engine.active == (("b", 7),)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [Pair, Record, ordered_dict])
+def test_outputs_have_the_numbers_that_a_probe_gives_them(kind):
+    model = build(Ordered)
+    model.inner.kind = kind
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    engine = Engine(compiled)
+    graph = graph_of(engine, compiled, model)
+    offsets = dict.fromkeys((key for c in graph.components for key in c.modules), 0)
+    engine.follow({**offsets, "inner": 3, "inner[2]": 5}, active=["inner[2]", "inner.c"])
+    neutral = step(compiled, model, engine)
+    probed(engine, compiled, model)
+    same(step(compiled, model, engine), neutral)
+    assert dict(engine.active) == {"inner[2]": 5, "inner.c": -5}
     engine.close()
 
 
@@ -785,6 +1020,27 @@ def test_gradients_of_inputs_and_partial_passes():
         assert bool(engine.active) == active
         results.append(torch.autograd.grad(scaled, [x, model.first.weight]))
     same(*results)
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("compiles", [True, False])
+def test_compiled_autograd_traces_our_hooks_and_stays_exact(compiles):
+    module = pytest.importorskip("torch._dynamo.compiled_autograd")
+    enable = getattr(module, "_enable", None) or module.enable
+    model = build(Mlp)
+    call = torch.compile(model, fullgraph=True, backend=BACKEND) if compiles else model
+    expected = step(call, model)
+    engine = Engine(call)
+    for offsets in ({"branch": 5}, {"branch": -3, "last": 2}):
+        engine.pin(offsets)
+        with enable(torch.compile(backend=BACKEND)):
+            found = step(call, model, engine)
+        same(found, expected)
+    engine.pin({})
+    with enable(torch.compile(backend=BACKEND)):
+        probed(engine, call, model)
+    same(step(call, model, engine), expected)
     engine.close()
 
 

@@ -24,8 +24,10 @@ def grads(call, model, x, backward, engine):
 
 
 def is_valid(model, call, x, backward):
-    """Whether torch itself runs the program, compiled."""
+    """Whether torch itself runs the program, compiled and not, as a probe does."""
     try:
+        backward(None, model(x), 1.0)
+        model.zero_grad()
         backward(None, call(x), 1.0)
     except RuntimeError:
         return False

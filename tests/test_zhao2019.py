@@ -145,6 +145,28 @@ def test_7_a_log_normal_gradient_keeps_all_but_the_threshold():
     assert scale == pytest.approx(expected, rel=1e-3)
 
 
+def test_7_the_cast_of_a_classifiers_gradient_takes_the_log_normal_model():
+    source = random.Random(0)
+    gradient = moments([math.exp(source.gauss(-18.0, 2.0)) for _ in range(20_000)])
+    formula = Formula(FREE, 1e-3, FLOAT16)
+    steps = {
+        classifies: formula.cast_step(
+            Passage("head", 0, 1, "float16", gradient, classifies=classifies), exponent=0
+        ).exponent
+        for classifies in (True, False)
+    }
+    assert steps[True] == rounded(cast_scale(gradient, lognormal=True))
+    assert steps[False] == rounded(cast_scale(gradient))
+    assert steps[True] > steps[False]
+    graph = Graph((Component(()), Component(("head",))), (Cut("head", 0, 1),), loss=0)
+    for classifies, step in steps.items():
+        passage = Passage("head", 0, 1, "float16", gradient, classifies=classifies)
+        found = carry(
+            graph, [passage], [96, 96], rule=FREE, threshold=1e-3, format=FORMAT
+        ).exponents
+        assert found == [step, step]
+
+
 def test_7_an_all_zero_gradient_is_left_alone():
     zero = Moments.from_sums([64, 0, 0.0, 0.0, 0.0, 0.0])
     assert zero is not None

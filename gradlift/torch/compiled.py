@@ -88,10 +88,11 @@ class CompiledCuts:
 
     Args:
         linear: autograd Functions of the user's that are linear in their gradient.
+        half: whether the model has float16 parameters.
     """
 
-    def __init__(self, linear: frozenset[type] = frozenset()) -> None:
-        self.traces = Traces(linear)
+    def __init__(self, linear: frozenset[type] = frozenset(), *, half: bool = False) -> None:
+        self.traces = Traces(linear, half=half)
         self.stale = False
         """Whether the factors may not be what is wanted: see ``write``."""
         self._pools: dict[torch.device, list[Pool]] = {}
@@ -101,9 +102,42 @@ class CompiledCuts:
     def regions(self) -> list[Region]:
         return self.traces.regions
 
-    def place(self, names: Names, wanted: Iterable[str]) -> None:
-        """Gives modules their cuts, by name; graphs compiled without them are compiled anew."""
+    def superseded(self, region: Region) -> bool:
+        """Whether the graph was compiled anew since, for more cuts."""
+        own = _names_in(region)
+        return any(
+            other.generation > region.generation and own <= _names_in(other)
+            for other in self.regions
+        )
+
+    @property
+    def untraced(self) -> bool:
+        """Whether code with cuts was compiled by something that traces no backward pass."""
+        return not self.regions and any(
+            pool.used for pools in self._pools.values() for pool in pools
+        )
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether new places are to be the last ones: torch compiles a function so many times.
+
+        Counted are the graphs that were compiled with cuts, those without, those that new places
+        now would add, and as many for another time. Half of the limit is left to the user.
+        """
+        now = sum(region.generation == self.traces.generation for region in self.regions)
+        return 2 * (len(self.regions) + 3 * now) > _recompile_limit()
+
+    def place(self, names: Names, wanted: Iterable[str], spare: Iterable[str] = ()) -> None:
+        """Gives modules their cuts, by name; graphs compiled without them are compiled anew.
+
+        Args:
+            names: the modules of the model.
+            wanted: those that need cuts.
+            spare: those that may need some later, and get them before there are too many graphs.
+        """
         new = set(wanted) - self._modules.keys()
+        if new and self._crowded:
+            new |= set(spare) - self._modules.keys()
         modules = names.modules if new else {}
         for name in sorted(new & modules.keys()):
             module = modules[name]
@@ -175,6 +209,15 @@ class CompiledCuts:
         self.traces.generation += 1
         self.traces.regions.clear()
         self._write({})
+
+
+def _names_in(region: Region) -> set[str]:
+    return {name for edge in region.walk.cuts for name, _ in edge.cut.names}
+
+
+def _recompile_limit() -> int:
+    config: Any = torch._dynamo.config
+    return getattr(config, "recompile_limit", None) or config.cache_size_limit
 
 
 def _static(factor: Tensor) -> Tensor:
@@ -254,7 +297,23 @@ def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:
             item, count = _marked(site, item, count)
             items.append(item)
         return (tuple(items) if type(value) is tuple else items), count
-    return value, count
+    return value, count + _tensors_in(value)
+
+
+def _tensors_in(value: Any) -> int:
+    """How many tensors there are in what gets no cuts: those after it keep their numbers."""
+    if isinstance(value, Tensor):
+        return 1
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (tuple, list)):
+        items = list(value)
+    else:
+        items = [getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ())]
+    count = 0
+    for item in items:
+        count += _tensors_in(item)
+    return count
 
 
 @torch.compiler.assume_constant_result

@@ -27,13 +27,23 @@ from gradlift.torch.entries import (
     Entries,
     Stance,
     is_compiled,
+    is_compiled_node,
     is_optimized,
     outermost,
     wrappers_of,
 )
 from gradlift.torch.exponents import Assignment, from_pins, from_plan
+from gradlift.torch.graph import Node, Walk, is_spread
 from gradlift.torch.names import Names
 from gradlift.torch.traced_cuts import Region
+from gradlift.torch.unseen import (
+    Strange,
+    Unmoved,
+    below,
+    called_elsewhere,
+    held_against,
+    without_unused,
+)
 
 if TYPE_CHECKING:
     from gradlift.torch.engine import Engine
@@ -69,17 +79,22 @@ class CompiledModel:
         *,
         hidden: bool,
     ) -> None:
-        self.cuts = CompiledCuts(linear)
+        # FSDP2 may gather its parameters in float16.
+        half = any(p.dtype == torch.float16 or is_spread(p) for p in model.parameters())
+        self.cuts = CompiledCuts(linear, half=half)
         self.active: tuple[tuple[str, int], ...] = ()
         """(key, shift) of the cuts in compiled graphs that multiply."""
         self.unprobed = False
         """Whether a graph that was compiled since the last probe would have cuts to act."""
         self.reason: str | None = None
         """Why the cuts in compiled graphs are neutral, if they are."""
-        self._model, self._saw = model, saw
+        self._model, self._saw, self._probing = model, saw, probing
         self._refusal: str | None = None
         self._pins: Mapping[str, int] = {}
         self._plan: Mapping[str, int] = {}
+        self._unmoved = Unmoved()
+        self._strange = Strange()
+        self._several = False
         wrappers = wrappers_of(model) if hidden else []
         self._all_inside = hidden
         self._from_function = hidden and not wrappers
@@ -92,12 +107,15 @@ class CompiledModel:
 
     def watch(self) -> Hooks:
         """Hooks on the modules outside of compiled parts."""
-        entries = [self._model] if self._all_inside else list(outermost(self._model))
-        names = Names(self._model).of_module
-        # By name, so that what merely wraps a compiled part (DDP) is not looked at either.
-        inside = {names[id(module)] for entry in entries for module in entry.modules()}
+        names, inside = Names(self._model).of_module, self._inside()
         outside = (m for m in self._model.modules() if names[id(m)] not in inside)
         return Hooks(outside, self._saw)
+
+    def _inside(self) -> set[str]:
+        """By name, so that what merely wraps a compiled part (DDP) is not looked at either."""
+        entries = [self._model] if self._all_inside else list(outermost(self._model))
+        names = Names(self._model).of_module
+        return {names[id(module)] for entry in entries for module in entry.modules()}
 
     def begin_probe(self) -> None:
         """From now on compiled parts run uncompiled."""
@@ -144,15 +162,19 @@ class CompiledModel:
             plan: offsets by key.
             active: keys of the cuts that the plan needs; None for all of its keys.
         """
+        if plan.keys() - self._plan.keys():
+            self._strange = Strange()
         self._pins, self._plan = pins, plan
         keys: Iterable[str] = plan if active is None else active
         if pins:
             wanted = set(names.modules)
         else:
             wanted = {module_of(key) for key in keys if any(plan.values())}
+        # While the plan still moves, its cuts are not all placed, and graphs are joined for that.
+        self._unmoved.settled = bool(wanted) and not pins
         self._refusal = self._why_no_cuts()
         if self._refusal is None:
-            self.cuts.place(names, wanted)
+            self.cuts.place(names, wanted, spare=map(module_of, plan))
         self.cuts.stale = True
 
     def _why_no_cuts(self) -> str | None:
@@ -162,12 +184,57 @@ class CompiledModel:
 
     def write(self) -> None:
         """Brings the factors of all compiled graphs up to date."""
-        wanted = bool(self._pins) or any(self._plan.values())
+        wanted = bool(self._pins) or any(self._plan.values()) or self._unmoved.all_inside
         self.reason = None
         if wanted and not self.cuts.regions:
             self.reason = self._refusal or NO_GRAPH
         self.unprobed = False
         self.active = tuple(self.cuts.write(self._assign))
+        if self._unmoved.looks_closer:
+            # With fewer cuts more of a graph is joined, and held for the reason of its neighbour.
+            self._unmoved.precise = self.cuts.stale = True
+            self._place_all()
+
+    def look_at(self, nodes: Iterable[Node]) -> None:
+        """Takes note of how many compiled graphs lie below a loss; a probe has none."""
+        found = sum(map(is_compiled_node, below(nodes)))
+        if found:
+            self._several = found > 1
+
+    def meets_a_strange_graph(self, nodes: Iterable[Node]) -> bool:
+        """Whether a probe is wanted for a loss that comes from graphs of which nothing is known.
+
+        Call it in every step that is no probe, with the nodes of its losses.
+        """
+        if self._pins or not any(self._plan.values()) or not self.cuts.regions:
+            return False
+        if not self._strange.met(nodes, len(self.cuts.regions)):
+            return False
+        # The plan may know its modules from an earlier probe, though its own cuts are elsewhere.
+        before = self.cuts.traces.generation
+        self._place_all()
+        return before == self.cuts.traces.generation
+
+    def _place_all(self) -> None:
+        inside = self._inside()
+        wanted = (module_of(key) for key in self._plan)
+        self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
+
+    def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
+        """Takes note of what the plan would move and this graph holds at the global scale."""
+        if not self._pins:
+            self._unmoved.names.update(held_against(walk, keys, self._plan))
+
+    def hold(self, walk: Walk) -> None:
+        """Holds what compiled code cannot move, in a graph that is probed: none may plan on it."""
+        refusal = self._why_no_cuts() or (NO_GRAPH if self.cuts.untraced else None)
+        self._unmoved.all_inside = refusal is not None
+        names = dict.fromkeys(self._inside(), refusal) if refusal else self._unmoved.names
+        for edge in walk.cuts:
+            for name, _ in edge.cut.names:
+                reason = names.get(name)
+                if reason is not None:
+                    walk.held.setdefault(edge.upstream, reason)
 
     def check(self, pins: Mapping[str, int]) -> None:
         """Raises on pins that contradict each other in a compiled graph."""
@@ -186,10 +253,18 @@ class CompiledModel:
                 return neutral
         if not any(plan.values()):
             return neutral
+        name = called_elsewhere(keys, plan) if self._several else None
+        if self._unmoved.settled and not self._probing() and not self.cuts.superseded(region):
+            self._unmoved.in_region(region.walk, keys, plan, name)
+        if name is not None:
+            self.reason = (
+                f"{name!r} is called in several compiled graphs, or in one that is used twice"
+            )
+            return neutral
         if not region.probed:
             self.unprobed, self.reason = True, UNPROBED
             return neutral
-        assignment = from_plan(region.walk, keys, plan)
+        assignment = from_plan(region.walk, without_unused(keys, plan), plan)
         if assignment.unplanned is not None:
             self.reason = f"a compiled graph is not the planned one: {assignment.unplanned}"
         return assignment

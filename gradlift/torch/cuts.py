@@ -147,7 +147,8 @@ class Root:
 
     def __call__(self, grad: torch.Tensor | None) -> None:
         gate = self.gate
-        if gate is None or gate.is_open():
+        # Compiled autograd traces hooks, and sees neither who started the pass nor its number.
+        if gate is None or torch.compiler.is_compiling() or gate.is_open():
             return
         if gate.closed is None and makes_a_graph():
             gate.closed = DIFFERENTIATED

@@ -38,6 +38,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradlift.formats import Format, round_to
 from gradlift.torch.cuts import Gate, makes_a_graph
 from gradlift.torch.engine import Engine, tensors_in
+from gradlift.torch.entries import outermost
 from gradlift.torch.readback import capturing
 
 LAYERS = (nn.Linear, _ConvNd)
@@ -79,6 +80,10 @@ class Emulation:
         self.seen = False
         """Whether any output has come by."""
         self._begun, self._told = 0, False
+        # Inside a compiled part outputs are seen in probes alone: counted there, and not rounded,
+        # so that a probed step trains as the others do.
+        self._compiled: set[nn.Module] = set()
+        self._counting = Rounding(format, None)
         self._close = weakref.finalize(self, _close, _watch(self), self._rounding)
 
     def close(self) -> None:
@@ -97,27 +102,20 @@ class Emulation:
         self.begin_random(step)
         self._rounding.calibrating = calibrating
         self._begun += 1
-        # Not at the first: layers under reentrant checkpointing show themselves in the backward,
-        # and a compiled model may be met in a probe alone.
-        if self._begun > 1 and not self._told and self._rounding.mode is not None:
-            self._warn()
+        if self._rounding.mode is not None:
+            self._look_for_compiled()
+            # Not at the first: layers under reentrant checkpointing are seen in the backward.
+            if self._begun == 2 and not self.seen:
+                self._warn(
+                    "rounds nothing: no output of a Linear or Conv module of the model has been "
+                    "seen (a compiled model is not looked into)"
+                )
 
-    def _warn(self) -> None:
+    def _warn(self, what: str) -> None:
         """Says once what is not rounded."""
-        if self._engine._compiled is not None:
-            reason = (
-                "does not round in compiled code: of the steps of a compiled model only the "
-                "probes, which run uncompiled, would be rounded; leave out torch.compile"
-            )
-        elif self._begun == 2 and not self.seen:
-            reason = (
-                "rounds nothing: no output of a Linear or Conv module of the model has been seen "
-                "(a compiled model is not looked into)"
-            )
-        else:
-            return
-        self._told = True
-        warnings.warn(f"gradlift: emulate {reason}", stacklevel=4)
+        if not self._told:
+            self._told = True
+            warnings.warn(f"gradlift: emulate {what}", stacklevel=5)
 
     def begin_random(self, step: int) -> None:
         """Starts a step's random numbers, which follow from torch's seed and the step."""
@@ -127,13 +125,31 @@ class Emulation:
         """Lets a graph that is captured next begin its random numbers anew in every replay."""
         self._rounding.register(graph)
 
+    def _look_for_compiled(self) -> None:
+        self._compiled = {m for entry in outermost(self._model) for m in entry.modules()}
+        if not self._compiled and self._engine._compiled is not None:
+            # Compiled from outside, by a function or a wrapper that was not given to the scaler.
+            self._compiled = set(self._model.modules())
+        if self._told or not self._compiled:
+            return
+        names = [
+            repr(name)
+            for name, module in self._model.named_modules()
+            if module in self._compiled and isinstance(module, LAYERS)
+        ]
+        if names:
+            self._warn(
+                "rounds nothing in compiled code, and these layers are compiled: "
+                f"{', '.join(names[:3])}{' ...' if names[3:] else ''}"
+            )
+
     def saw(self, module: nn.Module, output: Any) -> None:
         """Puts the rounding hook behind a layer's output."""
         if not torch.is_grad_enabled() or not self._owns(module):
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.is_floating_point():
-                self._place(tensor)
+                self._place(tensor, self._counting if module in self._compiled else self._rounding)
 
     def _owns(self, module: nn.Module) -> bool:
         if module not in self._own:
@@ -142,7 +158,7 @@ class Emulation:
             self._own.setdefault(module, False)
         return self._own[module]
 
-    def _place(self, tensor: Tensor) -> None:
+    def _place(self, tensor: Tensor, rounding: Rounding) -> None:
         base = tensor._base
         if base is not None and base.numel() == tensor.numel() and base.grad_fn is not None:
             tensor = base
@@ -152,7 +168,7 @@ class Emulation:
         self.seen = True
         hooks = node.metadata.setdefault(self._mark, {})
         if tensor.output_nr not in hooks:
-            hook = hooks[tensor.output_nr] = RoundedSlot(self._rounding, tensor.output_nr)
+            hook = hooks[tensor.output_nr] = RoundedSlot(rounding, tensor.output_nr)
             node.register_prehook(hook)
 
 

@@ -298,7 +298,12 @@ class Engine:
                 Their own last op must be the multiplication.
         """
         if self._compiled is not None:
+            losses = [t.grad_fn for t in tensors_in(scaled) if t.grad_fn is not None]
+            if self._compiled.cuts.stale:
+                self._compiled.look_at(losses)
             self.write()
+            if self._probe is None and self._compiled.meets_a_strange_graph(losses):
+                self.unplanned = True
             self.active, self.neutral = self._compiled.active, self._compiled.reason
         if self._sees_nothing or is_rehearsal():
             return
@@ -310,6 +315,8 @@ class Engine:
         if self._missed(found):
             return
         keys = keys_of(found)
+        if self._compiled is not None and self._probe is not None:
+            self._compiled.hold(found)
         assignment = self._assign(found, keys)
         # Once all of the losses are there, a part that looked unplanned may turn out planned.
         self.unplanned = assignment.unplanned is not None or (self.unplanned and not old)
@@ -318,6 +325,7 @@ class Engine:
         for root in old + [self._armed.add_root(tensor, edges) for tensor, edges in new]:
             root.gate = gate
         if self._compiled is not None and self._probe is None:
+            self._compiled.note_held(found, keys)
             self.active += self._compiled.active
             self.neutral = self.neutral or self._compiled.reason
 

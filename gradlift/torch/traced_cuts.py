@@ -33,6 +33,9 @@ from torch import Tensor
 from gradlift.torch import tasks
 from gradlift.torch.cuts import Cut, makes_a_graph
 from gradlift.torch.graph import CutEdge, Node, Walk, walk
+from gradlift.torch.views import OnNode, rewritten_in
+
+CROSSES = "a float16 tensor that it uses comes from outside of its compiled graph"
 
 _numbers = itertools.count()
 
@@ -63,13 +66,16 @@ class Traces:
 
     Args:
         linear: autograd Functions of the user's that are linear in their gradient.
+        half: whether float16 inputs of a graph may be parameters, which the plan knows of.
     """
 
-    def __init__(self, linear: frozenset[type] = frozenset()) -> None:
+    def __init__(self, linear: frozenset[type] = frozenset(), *, half: bool = False) -> None:
+        self.half = half
         self.regions: list[Region] = []
         self.generation = 0
         self._linear = linear
         self._key = f"gradlift.traced.{next(_numbers)}"
+        self._views = f"{self._key}.views"
         self._acting: dict[int, frozenset[int]] = {}
 
     def place(
@@ -82,8 +88,21 @@ class Traces:
         if cut is None:
             cut = cuts[tensor.output_nr] = TracedCut(self, slot, shift, back)
             tensor.register_hook(cut)
+            if tensor._is_view():
+                self._note_base(tensor, cut)
         if (name, output) not in cut.names:
             cut.names.append((name, output))
+
+    def _note_base(self, view: Tensor, cut: TracedCut) -> None:
+        """A spare cut on the node behind a view: an in-place op takes the view's own away."""
+        base = view._base
+        if base is None or base.grad_fn is None:
+            return
+        behind: Node = base.grad_fn
+        spare = TracedCut(self, cut.slot, cut.shift, cut.back)
+        spare.names = cut.names
+        behind.metadata.setdefault(self._views, []).append((base.output_nr, cut, spare))
+        behind.register_prehook(OnNode(spare, base.output_nr))
 
     def acts(self, cut: TracedCut) -> bool:
         """Whether a cut multiplies in the pass that is being traced."""
@@ -101,6 +120,10 @@ class Traces:
             return frozenset()
         cuts_of = lambda node: node.metadata.get(self._key)  # noqa: E731
         found = walk(calls[0].edges, cuts_of, self._linear, ends)
+        if self._put_back(found):
+            found = walk(calls[0].edges, cuts_of, self._linear, ends)
+        if not self.half:
+            _hold_crossings(found)
         backs = {edge.upstream: edge.cut.back for edge in found.cuts}
         if any(edge.cut.differentiated for edge in found.cuts) or not _on_one_device(found, backs):
             return frozenset()
@@ -111,6 +134,19 @@ class Traces:
             for edge in found.cuts
             if not (edge.upstream in found.held and edge.downstream in found.held)
         )
+
+    def _put_back(self, found: Walk) -> bool:
+        """Spare cuts for those that were lost to an in-place change; whether there were any."""
+        present = {edge.cut for edge in found.cuts}
+        rewritten = rewritten_in(found.nodes)
+        changed = False
+        for node in found.nodes:
+            for slot, cut, spare in node.metadata.pop(self._views, ()):
+                if cut not in present and (node, slot) in rewritten:
+                    kept = node.metadata.setdefault(self._key, {}).setdefault(slot, spare)
+                    kept.names += [name for name in spare.names if name not in kept.names]
+                    changed = True
+        return changed
 
     def _region(self, found: Walk) -> Region:
         """What is worth keeping of a trace: no tensor and no node of it."""
@@ -184,6 +220,13 @@ def _inputs_of(call: tasks.Call) -> dict[Node, Tensor] | None:
                 return None
             ends[wanted.grad_fn] = wanted
     return ends
+
+
+def _hold_crossings(found: Walk) -> None:
+    """What a float16 input of the graph gets leaves it at the global scale, and must fit there."""
+    for edge in found.leaves:
+        if edge.leaf.dtype == torch.float16:
+            found.held.setdefault(edge.component, CROSSES)
 
 
 def _bring_back(found: Walk, backs: Mapping[int, Tensor]) -> None:

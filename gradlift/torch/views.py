@@ -13,7 +13,7 @@ anywhere; this is so that a module's name keeps its meaning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,11 +50,16 @@ def put_back(bases: Iterable[Base], nodes: Iterable[Node], present: set[Cut], ma
     lost = [base for base in bases if base.cut not in present]
     if not lost:
         return False
-    rewritten = {node.next_functions[0] for node in nodes if type(node).__name__ == "CopySlices"}
+    rewritten = rewritten_in(nodes)
     lost = [base for base in lost if (base.node, base.slot) in rewritten]
     for base in lost:
         _put_on_node(base, marks)
     return bool(lost)
+
+
+def rewritten_in(nodes: Iterable[Node]) -> set[tuple[Node, int]]:
+    """The (node, slot) behind each tensor that was changed in place through a view of it."""
+    return {node.next_functions[0] for node in nodes if type(node).__name__ == "CopySlices"}
 
 
 def _put_on_node(base: Base, marks: Marks) -> None:
@@ -72,7 +77,7 @@ class OnNode:
 
     __slots__ = ("cut", "slot")
 
-    def __init__(self, cut: Cut, slot: int) -> None:
+    def __init__(self, cut: Callable[[Any], Any], slot: int) -> None:
         self.cut, self.slot = cut, slot
 
     def __call__(self, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
