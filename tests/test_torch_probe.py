@@ -196,6 +196,27 @@ def test_what_is_computed_in_float32_does_not_bound_its_component():
     assert of["2"].parameters is not None
 
 
+class Wide(nn.Linear):
+    def forward(self, input):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input.float())
+
+
+def test_in_a_component_of_float32_alone_parameters_bound_it_too():
+    """There is room, but not without end."""
+    model = nn.Sequential(nn.Linear(4, 8), Wide(8, 8), Wide(8, 8), nn.Linear(8, 1))
+    probe = probe_of(model, lambda m: in_half(m, torch.randn(64, 4)).sum(), scale=1.0)
+    assert {"1.weight", "2.weight"} <= probe.wide
+    survey = probe.survey(0)
+    of = {key: (c.format, h) for c, h in zip(survey.graph.components, survey.histograms,
+          strict=True) for key in c.modules}  # fmt: skip
+    assert of["2"][0] == "float32"
+    peaks = [probe.tensors(0)[name].peak for name in ("2.weight", "2.bias")]
+    assert of["2"][1].parameters == max(peaks)
+    assert of["1"][0] is None
+    assert of["1"][1].parameters is None
+
+
 def test_a_weight_used_in_both_precisions_counts_as_one_in_half():
     class Both(nn.Module):
         def __init__(self):
