@@ -40,6 +40,8 @@ def adaptive(**settings):
         ({"tolerance": 2}, "tolerance is a fraction.*got 2"),
         ({"tolerance": "1e-3"}, "tolerance is a fraction.*got '1e-3'"),
         ({"headroom": -1}, "headroom is a whole number of bits.*got -1"),
+        ({"layerwise": "no"}, "layerwise must be True or False, got 'no'"),
+        ({"linear": "MyFunction"}, "autograd.Function.*got 'MyFunction'"),
         ({"init_scale": "auto"}, "init_scale must be a power of two, got 'auto'"),
         ({"process_group": "nccl"}, "a group.*or a DeviceMesh, got 'nccl'"),
         ({"linear": [nn.Linear]}, r"linear=\[MyFunction\], got .*Linear"),

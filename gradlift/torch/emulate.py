@@ -140,7 +140,7 @@ class Emulation:
         if names:
             self._warn(
                 "rounds nothing in compiled code, and these layers are compiled: "
-                f"{', '.join(names[:3])}{' ...' if names[3:] else ''}"
+                f"{', '.join(names[:3])}{' ...' if names[3:] else ''}; train the model uncompiled"
             )
 
     def saw(self, module: nn.Module, output: Any) -> None:

@@ -102,7 +102,7 @@ def _dynamic(numbers: dict[str, Any], given: list[str]) -> Dynamic:
         raise
 
 
-def check_adaptive(model: Any, interval: Any, init_scale: float, rule: Any) -> None:
+def check_adaptive(model: Any, interval: Any, init_scale: float, layerwise: Any, rule: Any) -> None:
     """Refuses what an ``AdaptiveGradScaler`` cannot be made of."""
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -115,12 +115,15 @@ def check_adaptive(model: Any, interval: Any, init_scale: float, rule: Any) -> N
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
     if not isinstance(init_scale, (int, float)) or math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+    if not isinstance(layerwise, bool):
+        raise ValueError(f"layerwise must be True or False, got {layerwise!r}")
     resolve(rule)
 
 
 def checked_functions(linear: Any) -> tuple[type, ...]:
     """The user's autograd Functions; a name or a module there would hold for nothing."""
-    functions = tuple(linear) if isinstance(linear, Iterable) else (linear,)
+    single = isinstance(linear, str) or not isinstance(linear, Iterable)
+    functions = (linear,) if single else tuple(linear)
     for function in functions:
         if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
             raise ValueError(
