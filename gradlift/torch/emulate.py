@@ -134,7 +134,7 @@ class Emulation:
             return
         names = [
             repr(name)
-            for name, module in self._model.named_modules()
+            for name, module in self._engine._names.modules.items()
             if module in self._compiled and isinstance(module, LAYERS)
         ]
         if names:

@@ -122,8 +122,8 @@ def check_adaptive(model: Any, interval: Any, init_scale: float, layerwise: Any,
 
 def checked_functions(linear: Any) -> tuple[type, ...]:
     """The user's autograd Functions; a name or a module there would hold for nothing."""
-    single = isinstance(linear, str) or not isinstance(linear, Iterable)
-    functions = (linear,) if single else tuple(linear)
+    several = isinstance(linear, Iterable) and not isinstance(linear, str)
+    functions: tuple[Any, ...] = tuple(linear) if several else (linear,)
     for function in functions:
         if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
             raise ValueError(
