@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlift.torch.cuts import Cut
 from gradlift.torch.exponents import Assignment, keys_of
@@ -79,7 +80,8 @@ class Pool:
             wanted[2 * slot], wanted[2 * slot + 1] = 2.0**shift, 2.0**back
         if wanted != self._written:
             self._written = wanted
-            with torch.no_grad():
+            # A scaler may be collected, and closed, while something is traced in this thread.
+            with _disable_current_modes(), torch.no_grad():
                 self._target.copy_(torch.tensor(wanted, dtype=torch.float32, device="cpu"))
 
 
