@@ -88,6 +88,24 @@ def test_not_a_model():
         AdaptiveGradScaler(sgd(network()), "cpu")
 
 
+def test_the_model_in_the_place_of_the_device():
+    with pytest.raises(ValueError, match="got 'Linear': GradScaler takes the model as model="):
+        GradScaler(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model must be an nn.Module or None, got 'net'"):
+        GradScaler("cpu", model="net")
+
+
+@pytest.mark.parametrize("flag", ["allow_fp16_grads", "clear_grads_on_skip"])
+def test_flags(flag):
+    with pytest.raises(ValueError, match=f"{flag} must be True or False, got 'no'"):
+        GradScaler("cpu", **{flag: "no"})
+
+
+def test_averages_of_another_model():
+    with pytest.raises(ValueError, match="there are 0 averages of 2 tensors"):
+        GradScaler("cpu").update_ema(nn.Sequential(), nn.Linear(2, 2), 0.9)
+
+
 def test_process_group():
     with pytest.raises(ValueError, match=r"a group.*or a DeviceMesh, got 2"):
         GradScaler("cpu", process_group=2)

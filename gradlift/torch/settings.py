@@ -48,6 +48,11 @@ _DEFAULTS = {
 
 def check_device(device: Any) -> None:
     """Refuses the name of a device that there cannot be; torch's class takes any."""
+    if isinstance(device, nn.Module):
+        raise ValueError(
+            f"device must be a device type, such as 'cuda', got {type(device).__name__!r}: "
+            "GradScaler takes the model as model="
+        )
     if not isinstance(device, str):
         return
     try:
@@ -57,6 +62,15 @@ def check_device(device: Any) -> None:
             f"device must be a device type that torch knows: 'cuda' for NVIDIA and AMD GPUs, "
             f"'cpu', or that of another accelerator, got {device!r}"
         ) from None
+
+
+def check_extras(model: Any, **flags: Any) -> None:
+    """Refuses a model without names, and flags that are none: 'no' would count as True."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module or None, got {model!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
 
 
 class BadFactor(ValueError, AssertionError):
