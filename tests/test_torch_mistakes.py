@@ -91,7 +91,7 @@ def test_not_a_model():
 def test_the_model_in_the_place_of_the_device():
     with pytest.raises(ValueError, match="got 'Linear': GradScaler takes the model as model="):
         GradScaler(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="model must be an nn.Module or None, got 'net'"):
+    with pytest.raises(ValueError, match=r"model must be an nn\.Module or None, got 'net'"):
         GradScaler("cpu", model="net")
 
 
