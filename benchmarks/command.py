@@ -3,7 +3,8 @@
 ``--help`` is the docstring of the script, so that what is measured is said in one place. A
 mistake ends the program with one line before anything is built: some of these run for minutes,
 and a folder that is not there should not be found out after them. A script that is run by its
-path sees its own folder and not the source tree, hence the ``PYTHONPATH=.`` in every call.
+path sees its own folder and not the source tree: ``PYTHONPATH=.`` names it, and where that is
+forgotten, ``benchmarks.py`` does.
 """
 
 from __future__ import annotations

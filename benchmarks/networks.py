@@ -234,7 +234,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         import torchvision  # type: ignore[import-not-found]
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
-        command.error(f"torchvision cannot be imported: {error}")
+        command.error(
+            f"torchvision cannot be imported: {error}; these are its networks, install the "
+            f"torchvision that belongs to torch {torch.__version__}"
+        )
     effort = QUICK if arguments.quick else FULL
     device = arguments.device
     environment = begin(device, device.type == "cpu", vision=torchvision.__version__)

@@ -145,18 +145,27 @@ class Plan:
     def __str__(self) -> str:
         if self.one_exponent_serves and self.format in _WIDE:
             return f"{self.format}: nothing to do, no gradient leaves its range"
-        if self.one_exponent_serves:
-            cuts = f"one exponent serves all {len(self.components)} components"
-        else:
-            low, high = min(self.exponents), max(self.exponents)
-            cuts = f"exponents {low} to {high}, {len(self.active)} active cuts"
-        lines = [f"{self.format}, loss scale 2^{self.global_exponent}: {cuts}"]
-        lines += [f"  {cut.name}: times 2^{cut.shift}; {cut.why}" for cut in self.active]
+        lines = [f"{self.format}, loss scale 2^{self.global_exponent}: {self._in_short()}"]
+        # Components are numbered from the loss on, and so the lines read as the gradient goes.
+        lines += [
+            f"  {cut.name}: times 2^{cut.shift}; {cut.why}"
+            for cut in sorted(self.active, key=lambda cut: cut.downstream)
+        ]
         lines += [
             f"  {c.name}: does not fit, {c.lost:.2%} of its gradient is lost at 2^{c.exponent}"
             for c in self.squeezed
         ]
         return "\n".join(lines + [f"  probe again: {reason}" for reason in self.reasons])
+
+    def _in_short(self) -> str:
+        if self.active:
+            low, high = min(self.exponents), max(self.exponents)
+            plural = "s" if len(self.active) > 1 else ""
+            return f"exponents {low} to {high}, {len(self.active)} active cut{plural}"
+        short = sum(c.exponent < c.interval.low for c in self.components)
+        if short:
+            return f"one exponent for all {len(self.components)} components, too low for {short}"
+        return f"one exponent serves all {len(self.components)} components"
 
     # What an interactive session shows of it; ``to_dict`` gives every field.
     __repr__ = __str__

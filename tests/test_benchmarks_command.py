@@ -106,12 +106,27 @@ def test_a_mistake_ends_in_one_line_before_anything_is_built(
     assert message in only_line(capsys)
 
 
-def test_a_script_runs_by_its_path_from_the_source_tree():
-    environment = {**os.environ, "PYTHONPATH": "."}
+@pytest.mark.parametrize("given", [{"PYTHONPATH": "."}, {}], ids=["PYTHONPATH", "nothing"])
+def test_a_script_runs_by_its_path(given: dict[str, str]):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | given
     call = [sys.executable, "benchmarks/recording.py", "--device", "nosuch"]
     ended = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2
     assert re.fullmatch(r"recording\.py: argument --device: nosuch: [^\n]+\n", ended.stderr)
+
+
+def test_a_script_measures_the_tree_that_it_lies_in(tmp_path: Path):
+    tree = tmp_path / "benchmarks"
+    tree.mkdir()
+    (tmp_path / "gradlift.py").touch()
+    (tree / "benchmarks.py").write_bytes((ROOT / "benchmarks" / "benchmarks.py").read_bytes())
+    (tree / "own.py").write_text("import benchmarks.other, gradlift; print(gradlift.__file__)")
+    (tree / "other.py").touch()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    printed = subprocess.check_output(
+        [sys.executable, str(tree / "own.py")], cwd="/", env=environment, text=True
+    )
+    assert printed.strip() == str(tmp_path / "gradlift.py")
 
 
 # The values of options.

@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
 from benchmarks import networks
 
@@ -22,7 +23,9 @@ def test_without_torchvision_it_says_so(capsys):
     with pytest.raises(SystemExit) as ended:
         networks.main(["--quick", "--device", "cpu"])
     assert ended.value.code == 2
-    assert "torchvision cannot be imported: No module named" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "torchvision cannot be imported: No module named" in said
+    assert f"install the torchvision that belongs to torch {torch.__version__}" in said
 
 
 @pytest.mark.gpu

@@ -264,7 +264,26 @@ def test_a_cut_where_one_exponent_is_not_enough_says_why():
         "layers.1 needs 2^19 to keep its small gradients, and the other side is at 2^11"
     )
     assert "layers.1: times 2^20; layers.1 needs 2^19" in str(plan)
-    assert "exponents 11 to 31, 1 active cuts" in str(plan)
+    assert "exponents 11 to 31, 1 active cut\n" in str(plan)
+
+
+def test_a_plan_is_read_from_the_loss_on():
+    components = tuple(Component((name,)) for name in ("head", "32", "20"))
+    # In the order of their names, as from a probe.
+    graph = Graph(components, (Cut("20", 1, 2), Cut("32", 0, 1)))
+    plan = choose(graph, [seen(-20, -2), seen(-43, -22), seen(-64, -43)])
+    first, *cuts = str(plan).splitlines()
+    assert first == "float16, loss scale 2^11: exponents 11 to 52, 2 active cuts"
+    assert [line.split(":")[0] for line in cuts] == ["  32", "  20"]
+
+
+def test_one_exponent_that_does_not_serve_is_not_said_to():
+    plan = choose(chain(3, pinned=0), [seen(-20, -2), seen(-43, -22), seen(-40, -22)])
+    assert plan.one_exponent_serves, "there is no cut"
+    assert not plan.squeezed, "each of them alone would fit"
+    assert str(plan) == (
+        "float16, loss scale 2^14: one exponent for all 3 components, too low for 2"
+    )
 
 
 def test_a_bit_of_headroom_is_worth_less_than_a_cut():

@@ -714,7 +714,8 @@ def test_a_model_that_is_compiled_as_a_whole_is_told_of_it():
     model = TwoLayers()
     compiled = torch.compile(model, backend="aot_eager")
     scaler = AdaptiveGradScaler(compiled, "cpu", format=E4M3, emulate=True)
-    with pytest.warns(UserWarning, match="rounds nothing in compiled code"):
+    said = "these layers are compiled: 'first', 'second'; train the model uncompiled"
+    with pytest.warns(UserWarning, match=f"rounds nothing in compiled code, and {said}"):
         scaler.scale(compiled(torch.randn(2, 6)).sum())
     scaler.close()
     torch._dynamo.reset()

@@ -40,6 +40,8 @@ def adaptive(**settings):
         ({"tolerance": 2}, "tolerance is a fraction.*got 2"),
         ({"tolerance": "1e-3"}, "tolerance is a fraction.*got '1e-3'"),
         ({"headroom": -1}, "headroom is a whole number of bits.*got -1"),
+        ({"layerwise": "no"}, "layerwise must be True or False, got 'no'"),
+        ({"linear": "MyFunction"}, "autograd.Function.*got 'MyFunction'"),
         ({"init_scale": "auto"}, "init_scale must be a power of two, got 'auto'"),
         ({"process_group": "nccl"}, "a group.*or a DeviceMesh, got 'nccl'"),
         ({"linear": [nn.Linear]}, r"linear=\[MyFunction\], got .*Linear"),
@@ -84,6 +86,24 @@ def test_not_a_model():
         AdaptiveGradScaler("cuda")
     with pytest.raises(ValueError, match=r"got 'SGD'$"):  # and not its many lines
         AdaptiveGradScaler(sgd(network()), "cpu")
+
+
+def test_the_model_in_the_place_of_the_device():
+    with pytest.raises(ValueError, match="got 'Linear': GradScaler takes the model as model="):
+        GradScaler(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"model must be an nn\.Module or None, got 'net'"):
+        GradScaler("cpu", model="net")
+
+
+@pytest.mark.parametrize("flag", ["allow_fp16_grads", "clear_grads_on_skip"])
+def test_flags(flag):
+    with pytest.raises(ValueError, match=f"{flag} must be True or False, got 'no'"):
+        GradScaler("cpu", **{flag: "no"})
+
+
+def test_averages_of_another_model():
+    with pytest.raises(ValueError, match="there are 0 averages of 2 tensors"):
+        GradScaler("cpu").update_ema(nn.Sequential(), nn.Linear(2, 2), 0.9)
 
 
 def test_process_group():

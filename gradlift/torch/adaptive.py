@@ -102,7 +102,7 @@ class AdaptiveGradScaler(Piloted):
         linear: Iterable[type] = (),
         process_group: Any = None,
     ) -> None:
-        settings.check_adaptive(model, interval, init_scale, rule)
+        settings.check_adaptive(model, interval, init_scale, layerwise, rule)
         check_limits(tolerance, headroom)
         linear = settings.checked_functions(linear)
         emulation.check(get(format), emulate)

@@ -134,13 +134,13 @@ class Emulation:
             return
         names = [
             repr(name)
-            for name, module in self._model.named_modules()
+            for name, module in self._engine._names.modules.items()
             if module in self._compiled and isinstance(module, LAYERS)
         ]
         if names:
             self._warn(
                 "rounds nothing in compiled code, and these layers are compiled: "
-                f"{', '.join(names[:3])}{' ...' if names[3:] else ''}"
+                f"{', '.join(names[:3])}{' ...' if names[3:] else ''}; train the model uncompiled"
             )
 
     def saw(self, module: nn.Module, output: Any) -> None:

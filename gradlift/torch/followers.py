@@ -68,7 +68,13 @@ def average_(averages: Source, source: Source, decay: float, skipped: Tensor) ->
     """
     if isinstance(averages, AveragedModel):
         averages = averages.module
-    pairs = list(zip(_tensors(averages), _tensors(source), strict=True))
+    followers, leaders = _tensors(averages), _tensors(source)
+    if len(followers) != len(leaders):
+        raise ValueError(
+            f"update_ema needs an average of every tensor: there are {len(followers)} averages of "
+            f"{len(leaders)} tensors. Make them with copy.deepcopy(model)"
+        )
+    pairs = list(zip(followers, leaders, strict=True))
     buffers: list[tuple[Tensor, Tensor]] = []
     if isinstance(averages, torch.nn.Module) and isinstance(source, torch.nn.Module):
         buffers = list(zip(averages.buffers(), source.buffers(), strict=True))

@@ -106,6 +106,9 @@ class GradScaler(Stepping):
             "on_floor": on_floor,
         }
         chosen = settings.policy_from(policy, numbers, enabled)
+        settings.check_extras(
+            model, allow_fp16_grads=allow_fp16_grads, clear_grads_on_skip=clear_grads_on_skip
+        )
         super().__init__(device, chosen, enabled, model, max_consecutive_skips)
         self._allow_fp16_grads = allow_fp16_grads
         self._clear_grads_on_skip = clear_grads_on_skip

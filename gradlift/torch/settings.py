@@ -48,6 +48,11 @@ _DEFAULTS = {
 
 def check_device(device: Any) -> None:
     """Refuses the name of a device that there cannot be; torch's class takes any."""
+    if isinstance(device, nn.Module):
+        raise ValueError(
+            f"device must be a device type, such as 'cuda', got {type(device).__name__!r}: "
+            "GradScaler takes the model as model="
+        )
     if not isinstance(device, str):
         return
     try:
@@ -57,6 +62,15 @@ def check_device(device: Any) -> None:
             f"device must be a device type that torch knows: 'cuda' for NVIDIA and AMD GPUs, "
             f"'cpu', or that of another accelerator, got {device!r}"
         ) from None
+
+
+def check_extras(model: Any, **flags: Any) -> None:
+    """Refuses a model without names, and flags that are none: 'no' would count as True."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module or None, got {model!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
 
 
 class BadFactor(ValueError, AssertionError):
@@ -102,7 +116,7 @@ def _dynamic(numbers: dict[str, Any], given: list[str]) -> Dynamic:
         raise
 
 
-def check_adaptive(model: Any, interval: Any, init_scale: float, rule: Any) -> None:
+def check_adaptive(model: Any, interval: Any, init_scale: float, layerwise: Any, rule: Any) -> None:
     """Refuses what an ``AdaptiveGradScaler`` cannot be made of."""
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -115,12 +129,15 @@ def check_adaptive(model: Any, interval: Any, init_scale: float, rule: Any) -> N
         raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
     if not isinstance(init_scale, (int, float)) or math.frexp(init_scale)[0] != 0.5:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+    if not isinstance(layerwise, bool):
+        raise ValueError(f"layerwise must be True or False, got {layerwise!r}")
     resolve(rule)
 
 
 def checked_functions(linear: Any) -> tuple[type, ...]:
     """The user's autograd Functions; a name or a module there would hold for nothing."""
-    functions = tuple(linear) if isinstance(linear, Iterable) else (linear,)
+    several = isinstance(linear, Iterable) and not isinstance(linear, str)
+    functions: tuple[Any, ...] = tuple(linear) if several else (linear,)
     for function in functions:
         if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
             raise ValueError(
