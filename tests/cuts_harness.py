@@ -4,11 +4,35 @@ import random
 from collections import Counter
 
 import torch
+from torch import nn
 
 from gradlift.torch.engine import Engine
 from gradlift.torch.outputs import tensors_in
 
 SCALE = 2.0**10
+
+
+class Changed(nn.Module):
+    """A 3-D linear layer's output, changed in place in one of several ways."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.change = change
+
+    def forward(self, x):
+        return self.c(self.change(self.b(self.a(x).tanh())))
+
+
+def twice(y):
+    y += 1
+    y *= 0.5
+    return y
+
+
+def through_a_view(y):
+    y[:, 0].mul_(2.0)
+    return y
 
 
 class Spy:

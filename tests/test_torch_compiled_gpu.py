@@ -2,24 +2,19 @@
 
 import pytest
 import torch
-from test_torch_compiled import Mlp, build, graph_of, graphs, inputs, probed, random_offsets
+from compiled_harness import Mlp, build, graph_of, graphs, inputs, probed
+from cuts_harness import random_offsets
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from gradlift.torch import AdaptiveGradScaler, CapturedStep
 from gradlift.torch.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def step(call, model, engine, x=None):

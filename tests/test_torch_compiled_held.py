@@ -12,21 +12,16 @@ from gradlift.torch.engine import Engine
 BACKEND = "aot_eager"
 
 # The compiler looks for it on a tensor that one compiled graph hands to the next.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(5))
 # Gradients over 16 octaves, which then grow by 2^30 on their way: more than float16 holds.
 R = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)) * torch.exp2(
     -16 * torch.rand(16, 8, generator=torch.Generator().manual_seed(2))
 )
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Growing(nn.Module):

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from cuts_harness import SCALE, check_exact, random_offsets, run, same
+from cuts_harness import (
+    SCALE,
+    Changed,
+    check_exact,
+    random_offsets,
+    run,
+    same,
+    through_a_view,
+    twice,
+)
 from torch import nn
 
 from gradlift.torch import views
@@ -14,32 +23,6 @@ X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(3)
-
-
-class Changed(nn.Module):
-    """A 3-D linear layer's output, changed in place in one of several ways."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.change = change
-
-    def forward(self, x):
-        h = self.a(x).tanh()
-        y = self.b(h)
-        y = self.change(y)
-        return self.c(y)
-
-
-def twice(y):
-    y += 1
-    y *= 0.5
-    return y
-
-
-def through_a_view(y):
-    y[:, 0].mul_(2.0)
-    return y
 
 
 def as_a_residual(y):
