@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch import AdaptiveGradScaler, unseen
 from gradlift.torch.engine import Engine
 
 BACKEND = "aot_eager"
@@ -259,6 +259,29 @@ def test_a_branch_without_any_planned_module_is_met_and_planned(pattern):
     assert probes < 20
     assert counters["stats"]["unique_graphs"] <= 5
     scaler.close()
+
+
+@pytest.mark.parametrize("every", range(2, 7))
+def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypatch):
+    class Known:
+        next_functions, _forward_cls = (), int
+
+    class Other:
+        next_functions, _forward_cls = (), str
+
+    monkeypatch.setattr(unseen, "is_compiled_node", lambda node: True)
+    strange = unseen.Strange()
+    strange.met([Known()], 1)
+    due, met, probes = False, False, 0
+    for step in range(1, 100):
+        other = step % every == 0
+        if due:
+            # A probe runs uncompiled: there is no graph to look at.
+            due, met, probes = False, met or other, probes + 1
+        else:
+            due = strange.met([Other() if other else Known()], 1)
+    assert met
+    assert probes <= unseen.MOST_TRIES
 
 
 class Unused(nn.Module):

@@ -244,14 +244,10 @@ def times_power_of_two(grad: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def _worth_its_gaps(grad: torch.Tensor) -> bool:
-    """Whether a copy of ``grad`` may have its strides: none overlap, and it does not get large."""
-    span = 1
-    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride < span:
-            return False
-        span += stride * (size - 1)
+    """Whether a copy of ``grad`` with its strides does not get large."""
+    span = 1 + sum(
+        stride * (size - 1) for stride, size in zip(grad.stride(), grad.shape, strict=True)
+    )
     return type(grad) is torch.Tensor and span <= max(_GAPS * grad.numel(), _SMALL)
 
 
