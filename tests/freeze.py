@@ -203,7 +203,7 @@ def _measured(work: Callable[[], None]) -> dict[str, int]:
     with torch.profiler.profile(activities=activities) as profile:
         syncs = _count_syncs(work)
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events()]
+    names = [event.name for event in profile.events() or ()]
     return {
         "launches": sum(name in LAUNCHES for name in names),
         "copies": sum(name in COPIES for name in names),
@@ -373,7 +373,7 @@ def names_for(device: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs; all if none is given")
     parser.add_argument("--update", action="store_true", help="freeze them anew")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
