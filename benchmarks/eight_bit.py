@@ -45,7 +45,7 @@ from benchmarks.command import Command, at_least, begin, check_target, tell
 from benchmarks.models import GPT, Batch, GPTSize, build_gpt
 from gradlift.formats import Format, get
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.emulate import round_nearest
+from gradlift.torch.adaptive.emulate import round_nearest
 
 FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 WAYS = ("bf16", *(f"{name}-{way}" for name in FORMATS for way in ("one", "planned", "ideal")))
