@@ -127,14 +127,19 @@ def draw(text: Tensor, settings: Settings, seed: int) -> Iterator[Batch]:
 # The ways.
 
 
-def round_at_best(grad: Tensor, format: Format) -> Tensor:
-    """``grad`` rounded at the largest power of two that makes it fit, and brought back."""
+def best_scale(grad: Tensor, format: Format) -> Tensor:
+    """The largest power of two that makes ``grad`` fit: 0-d float32, on its device."""
     largest = grad.abs().amax().float()
     _, above = torch.frexp(format.max_value / largest)
     # A gradient of zeros has no best power, nor has one that is not finite.
     exponent = torch.where(largest.isfinite() & (largest > 0), above - 1, 0).clamp(-100, 100)
     # From its bits: torch's ldexp goes through pow, which may be off by one on a GPU.
-    scale = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def round_at_best(grad: Tensor, format: Format) -> Tensor:
+    """``grad`` rounded at the largest power of two that makes it fit, and brought back."""
+    scale = best_scale(grad, format)
     return round_nearest(grad * scale, format) / scale
 
 

@@ -44,6 +44,7 @@ class Trainer:
     """
 
     def __init__(self, pair: Pair, way: str, seed: int, device: torch.device) -> None:
+        torch.backends.cudnn.allow_tf32 = False
         self.pair, self.device, self.dtype = pair, device, dtype_of(way)
         self.task = pair.build_task(device, seed, self.dtype)
         self.model = pair.build_network(device, seed)
@@ -58,8 +59,10 @@ class Trainer:
         if self.pair.warm:
             rate = rate_at(len(self.losses), self.pair.steps, self.pair.rate)
             self.optimizer.param_groups[0]["lr"] = rate
-        self.optimizer.zero_grad()
-        loss = self.backward(self.task.draw(self.model))
+        self.finish(self.backward(self.task.draw(self.model)))
+
+    def finish(self, loss: Tensor) -> None:
+        """From gradients to weights; ``loss`` is theirs."""
         if self.scaler is None:
             self._clip()
             self.optimizer.step()
@@ -69,6 +72,7 @@ class Trainer:
 
     def backward(self, batch: Any) -> Tensor:
         """The gradients of a batch, scaled where there is a scaler; its loss, detached."""
+        self.optimizer.zero_grad()
         half = self.dtype is not torch.float32
         with torch.autocast(self.device.type, self.dtype if half else None, enabled=half):
             loss = self.task.loss(self.model, batch)
@@ -131,7 +135,6 @@ def train(
     Returns:
         What a line of results holds, for JSON.
     """
-    torch.backends.cudnn.allow_tf32 = False
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
