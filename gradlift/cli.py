@@ -19,7 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from gradlift import __version__, telemetry
+from gradlift import __version__
+from gradlift.report import records
 
 
 class Mistake(Exception):
@@ -182,7 +183,7 @@ def _add_report(commands: Any) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     try:
-        from gradlift import report
+        from gradlift.report import page as report
     except ImportError as error:
         raise Mistake(f"{error}; a report needs pip install 'gradlift[report]'") from None
     format, output = _format(arguments), arguments.output
@@ -221,9 +222,9 @@ def _format(arguments: argparse.Namespace) -> str:
     return arguments.format or (named if named in ("md", "json", "png") else "html")
 
 
-def _read(path: str) -> telemetry.Run:
+def _read(path: str) -> records.Run:
     try:
-        return telemetry.read(path)
+        return records.read(path)
     except OSError as error:
         raise Mistake(f"cannot read {path}: {error.strerror}") from None
 
@@ -245,14 +246,14 @@ def _add_watch(commands: Any) -> None:
 
 
 def _watch(arguments: argparse.Namespace) -> None:
-    from gradlift import watch
+    from gradlift.report import watch
 
     console = _console(stderr=arguments.json, quiet=arguments.quiet or arguments.json)
     if Path(arguments.path).is_dir():
         raise Mistake(f"{arguments.path} is a folder; name the file that record_to writes")
     view = watch.watch(arguments.path, console, once=arguments.once)
     if arguments.json:
-        print(json.dumps(telemetry._jsonable(view.to_dict())))
+        print(json.dumps(records._jsonable(view.to_dict())))
 
 
 # Demo.

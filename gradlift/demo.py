@@ -39,7 +39,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradlift import Static, report, telemetry
+from gradlift import Static
+from gradlift.report import page as report
+from gradlift.report import records
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 WAYS = {
@@ -333,7 +335,7 @@ def show(
         results = _with_progress(tasks, folder, device, quiet)
     finally:
         torch.set_num_threads(threads)
-    runs = [telemetry.read(path) for path in _recorded(tasks, folder)]
+    runs = [records.read(path) for path in _recorded(tasks, folder)]
     page = folder / "report.html"
     page.write_bytes(report.write(runs))
     if as_json:

@@ -6,8 +6,8 @@ from collections import Counter
 import torch
 from torch import nn
 
-from gradlift.torch.engine import Engine
-from gradlift.torch.outputs import tensors_in
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.outputs import tensors_in
 
 SCALE = 2.0**10
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from gradlift.bounds import FLUSHED_ZEROS, LOWEST_OCTAVE, Bounds, judge
 from gradlift.formats import get
-from gradlift.histogram import Histogram
-from gradlift.potential import Interval
+from gradlift.plan.bounds import FLUSHED_ZEROS, LOWEST_OCTAVE, Bounds, judge
+from gradlift.plan.histogram import Histogram
+from gradlift.plan.potential import Interval
 
 FP16 = get("float16")
 

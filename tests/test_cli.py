@@ -18,8 +18,8 @@ pytest.importorskip("matplotlib")
 from rich.console import Console
 
 from gradlift import cli
-from gradlift.telemetry import JsonlWriter, ModuleRecord, StepRecord
-from gradlift.watch import Tail, View, sparkline, watch
+from gradlift.report.records import JsonlWriter, ModuleRecord, StepRecord
+from gradlift.report.watch import Tail, View, sparkline, watch
 
 COMMANDS = ["diagnose", "report", "watch", "demo"]
 
@@ -254,7 +254,7 @@ def test_ctrl_c_is_a_clean_end(run: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupt(*arguments, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradlift.watch.watch", interrupt)
+    monkeypatch.setattr("gradlift.report.watch.watch", interrupt)
     assert cli.main(["watch", str(run)]) == 130
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gradlift.pilot import PATIENCE, Pilot, Record, Survey
 from gradlift.plan import BINS, Component, Cut, Graph, Histogram
+from gradlift.plan.pilot import PATIENCE, Pilot, Record, Survey
 
 GRAPH = Graph((Component(), Component(("a",))), (Cut("a", 0, 1),))
 

@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift.formats import get, round_to
-from gradlift.plan import BINS, SPARED, Component, Cut, Graph, Histogram, Interval, Plan, choose
-from gradlift.potential import MAX_EXPONENT, MIN_EXPONENT
+from gradlift.plan import (
+    BINS,
+    Component,
+    Cut,
+    Graph,
+    Histogram,
+    Interval,
+    Plan,
+    choose,
+)
+from gradlift.plan.planner import SPARED
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
 

@@ -15,10 +15,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from gradlift import charts, report
-from gradlift.diagnosis import shorten
-from gradlift.summary import norm_curve, scale_curve, skip_marks, summarize, thin
-from gradlift.telemetry import ModuleRecord, PlanChange, Problem, Run, StepRecord
+from gradlift.report import charts
+from gradlift.report import page as report
+from gradlift.report.diagnosis import shorten
+from gradlift.report.records import ModuleRecord, PlanChange, Problem, Run, StepRecord
+from gradlift.report.summary import norm_curve, scale_curve, skip_marks, summarize, thin
 
 HOSTILE = [
     "<script>alert(document.title='owned')</script>",

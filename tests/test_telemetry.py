@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradlift import Static, telemetry
-from gradlift.telemetry import JsonlWriter, ModuleRecord, PlanChange, StepRecord
+from gradlift import Static
+from gradlift.report import records as telemetry
+from gradlift.report.records import JsonlWriter, ModuleRecord, PlanChange, StepRecord
 from gradlift.torch import AdaptiveGradScaler, GradScaler
-from gradlift.torch.overflow import OverflowLog
-from gradlift.torch.recorder import Recorder
+from gradlift.torch.step.overflow_report import OverflowLog
+from gradlift.torch.step.recorder import Recorder
 
 NAMES = st.text(st.characters(), max_size=30)
 SHARES = st.floats(0, 1)
@@ -150,7 +151,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path):
 
 WRITE_FOR_EVER = """
 import itertools, os, sys
-from gradlift.telemetry import JsonlWriter, ModuleRecord, StepRecord
+from gradlift.report.records import JsonlWriter, ModuleRecord, StepRecord
 writer = JsonlWriter(sys.argv[1])
 modules = tuple(ModuleRecord(f"layer.{i}", 8, 0.25, 0.125, 0.0, -30, -28, -20, -9, -8)
                 for i in range(40))

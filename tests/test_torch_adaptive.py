@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
-from gradlift.torch.adaptive import BACKOFF, DELAY, STATE_KEY
+from gradlift.torch.adaptive_scaler import BACKOFF, DELAY, STATE_KEY
 
 
 @pytest.fixture(autouse=True)

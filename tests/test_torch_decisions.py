@@ -12,10 +12,10 @@ from cuts_harness import SCALE, check_exact, random_offsets, run, same
 from test_torch_cuts_rules import Clamp
 from torch import nn
 
-from gradlift.histogram import Histogram
-from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import Component, Cut, Graph, choose
-from gradlift.torch.engine import Engine
+from gradlift.plan.histogram import Histogram
+from gradlift.plan.pilot import Pilot, Record, Survey
+from gradlift.torch.adaptive.engine import Engine
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift import zhao2019
-from gradlift.carried import carry, lower
 from gradlift.formats import get, round_to
-from gradlift.histogram import BINS, Histogram
-from gradlift.pilot import Pilot, Record, Survey
 from gradlift.plan import choose
-from gradlift.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph
+from gradlift.plan.histogram import BINS, Histogram
+from gradlift.plan.paper_planner import carry, lower
+from gradlift.plan.pilot import Pilot, Record, Survey
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph
 from gradlift.zhao2019 import (
     FLOAT16,
     Formula,

@@ -28,7 +28,7 @@ from gradlift.integrations import source
 from gradlift.integrations.overrides import Overrides, require_version
 from gradlift.integrations.source import JointUpdate, ScalerSource
 from gradlift.torch import GradScaler
-from gradlift.torch.update import SKIPPED
+from gradlift.torch.step.update import SKIPPED
 
 try:
     import lightning.pytorch as pl

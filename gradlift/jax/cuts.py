@@ -48,7 +48,10 @@ from gradlift.jax.state import (
     scale,
     value_and_grad,
 )
-from gradlift.plan import BINS, Graph, Histogram, Plan, choose
+from gradlift.plan.histogram import BINS, Histogram
+from gradlift.plan.plan import Plan
+from gradlift.plan.planner import choose
+from gradlift.plan.potential import Graph
 
 
 def cut(x: Any, name: str) -> Any:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from gradlift.formats import FORMATS
-from gradlift.plan import Component, Cut, Graph
+from gradlift.plan.potential import Component, Cut, Graph
 
 PREFIX = "gradlift:"
 

@@ -21,17 +21,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import Policy
-from gradlift.torch import (
-    closures,
-    followers,
-    fused,
-    settings,
-)
-from gradlift.torch.readback import moved_to
-from gradlift.torch.recorder import Recorder, attach
-from gradlift.torch.state import fresh_optimizer_state
-from gradlift.torch.steps import Stepping
-from gradlift.torch.update import CONSECUTIVE, SKIPPED, UPDATES, update_
+from gradlift.torch import settings
+from gradlift.torch.step import after_step, closures, fused
+from gradlift.torch.step.readback import moved_to
+from gradlift.torch.step.recorder import Recorder, attach
+from gradlift.torch.step.state import fresh_optimizer_state
+from gradlift.torch.step.steps import Stepping
+from gradlift.torch.step.update import CONSECUTIVE, SKIPPED, UPDATES, update_
 
 
 class GradScaler(Stepping):
@@ -305,7 +301,7 @@ class GradScaler(Stepping):
         if clock is None:
             place = len(self._clocks)
             saved = self._loaded_clocks[place] if place < len(self._loaded_clocks) else []
-            clock = self._clocks[scheduler] = followers.SchedulerClock(saved)
+            clock = self._clocks[scheduler] = after_step.SchedulerClock(saved)
         if not self._enabled or clock.advances(self._skip_of(scheduler)):
             scheduler.step(*args)
 
@@ -334,7 +330,7 @@ class GradScaler(Stepping):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must lie between 0 and 1, got {decay!r}")
         with torch.no_grad():
-            followers.average_(averages, source, decay, self.last_step_skipped)
+            after_step.average_(averages, source, decay, self.last_step_skipped)
 
 
 def _total(flags: list[Tensor], zero: Tensor) -> Tensor:
