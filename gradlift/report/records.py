@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -185,7 +186,7 @@ def decode(line: bytes) -> StepRecord | dict[str, Any]:
     try:
         return StepRecord(**_checked(row, _STEP, ("step", "scale")))
     except ValueError as error:
-        raise ValueError(f"damaged: {error}") from None
+        raise ValueError(f"damaged: {str(error).lstrip('.')}") from None
 
 
 def _brief(value: Any) -> str:
@@ -194,29 +195,34 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _wrong(value: Any) -> ValueError:
+    """Each level above puts its own name before this."""
+    return ValueError(f" is {_brief(value)}")
+
+
 def _checked(
     row: Any, checks: Mapping[str, Callable[[Any], Any]], required: tuple[str, ...]
 ) -> dict[str, Any]:
     """The known entries of ``row``, each passed through its check; unknown ones are newer."""
     if not isinstance(row, dict):
-        raise ValueError(f"{_brief(row)} is no object")
+        raise _wrong(row)
     found = {}
     for key, check in checks.items():
         if row.get(key) is None:
             if key in required:
-                raise ValueError(f"{key} is missing")
+                raise ValueError(f".{key} is missing")
             continue
         try:
             found[key] = check(row[key])
         except ValueError as error:
-            raise ValueError(f"{key} is {error}") from None
+            raise ValueError(f".{key}{error}") from None
     return found
 
 
 def _whole(low: int, high: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
-            raise ValueError(_brief(value))
+            raise _wrong(value)
         return value
 
     return check
@@ -228,7 +234,7 @@ def _number(low: float, high: float, finite: bool = True) -> Callable[[Any], flo
             return float(value)
         # A whole number too large for a float is larger than ``high``.
         if type(value) not in (int, float) or not low <= value <= high:
-            raise ValueError(_brief(value))
+            raise _wrong(value)
         return float(value)
 
     return check
@@ -236,27 +242,33 @@ def _number(low: float, high: float, finite: bool = True) -> Callable[[Any], flo
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(_brief(value))
+        raise _wrong(value)
     return value
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(_brief(value))
+        raise _wrong(value)
     return value
 
 
 def _cause(value: Any) -> str:
     if value not in CAUSES:
-        raise ValueError(_brief(value))
+        raise _wrong(value)
     return value
 
 
 def _list(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     def check_all(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise ValueError(_brief(value))
-        return tuple(map(check, value))
+            raise _wrong(value)
+        found = []
+        for index, entry in enumerate(value):
+            try:
+                found.append(check(entry))
+            except ValueError as error:
+                raise ValueError(f"[{index}]{error}") from None
+        return tuple(found)
 
     return check_all
 
@@ -270,7 +282,7 @@ def _plan(value: Any) -> PlanChange:
     return PlanChange(**_checked(value, _PLAN, ("summary",)))
 
 
-_LARGEST = 2.0**1000
+_LARGEST = sys.float_info.max
 # Wider than any format's exponents, and narrow enough to draw.
 _EXPONENT = _whole(-5000, 5000)
 _SHARE = _number(0.0, 1.0)
@@ -283,7 +295,7 @@ _MODULE = {
 }
 _STEP = {
     "step": _whole(0, 2**53),
-    "scale": _number(2.0**-1000, _LARGEST),
+    "scale": _number(sys.float_info.min, _LARGEST),
     "skipped": _flag,
     "cause": _cause,
     "grad_norm": _number(0.0, _LARGEST, finite=False),

@@ -177,13 +177,14 @@ def summarize(run: Run) -> Summary:
 def _skips(records: Sequence[StepRecord]) -> tuple[Skips, ...]:
     """Skipped steps in groups: one after the other, for the same cause."""
     found: list[list[StepRecord]] = []
-    before: StepRecord | None = None
+    before: tuple[bool, str | None] = (False, None)
     for record in records:
-        if record.skipped and before is not None and before.skipped and before.cause == record.cause:
+        now = record.skipped, record.cause
+        if record.skipped and now == before:
             found[-1].append(record)
         elif record.skipped:
             found.append([record])
-        before = record
+        before = now
     return tuple(
         Skips(
             group[0].step,

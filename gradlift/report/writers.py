@@ -197,7 +197,7 @@ class WandbWriter:
 
 
 class MetricsWriter:
-    """Passes records on to ``log_metrics(dict, step=)``: the module ``mlflow``, Lightning's loggers.
+    """Passes records on to ``log_metrics(dict, step=)``, as ``mlflow`` and Lightning loggers have.
 
     Args:
         target: has ``log_metrics``.
