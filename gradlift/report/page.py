@@ -338,7 +338,7 @@ figure svg{width:100%;height:auto;display:block}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--grid);vertical-align:top}
-td{overflow-wrap:anywhere;max-width:36em}
+td{overflow-wrap:break-word;max-width:36em}
 th{font-weight:600;white-space:nowrap}
 .note{font-size:13px;opacity:.8}
 .flushed{color:var(--flushed)}.subnormal{color:var(--subnormal)}.overflow{color:var(--overflow)}
@@ -347,7 +347,7 @@ summary{cursor:pointer;margin:18px 0}
 @media(max-width:640px){
 main{padding:4px 10px 40px}.themes{float:none;margin:8px 10px 0}
 .wide{display:none}.narrow{display:block}figure{padding:4px}
-table,tbody,tr,td{display:block;max-width:none}thead{display:none}
+table,tbody,tr,td{display:block;max-width:none;overflow-wrap:anywhere}thead{display:none}
 tr{border-bottom:1px solid var(--grid);padding:6px 0}td{border:0;padding:1px 4px}
 td::before{content:attr(data-label) ": ";opacity:.7}
 }

@@ -47,7 +47,7 @@ def judge(summary: Summary) -> Verdict:
     """The verdict on a run."""
     stuck = stuck_at_the_end(summary)
     skips = [*_about_stuck(summary, stuck)] if stuck else [_about_skips(summary)]
-    modules, hurt = _about_modules(summary)
+    modules, hurt = ([], False) if stuck else _about_modules(summary)
     rest = _about_the_file(summary)
     frequent = summary.skipped > 0.05 * _span(summary)
     level = "bad" if stuck else "fair" if hurt or frequent else "good"
