@@ -159,7 +159,9 @@ class DeviceState:
     ) -> dict[Tensor, Slot]:
         if counts:
             device = next(iter(counts)).device
-            counters = torch.tensor(list(counts.values()), dtype=torch.float32).to(device)
+            counters = torch.tensor(list(counts.values()), dtype=torch.float32, device="cpu").to(
+                device
+            )
             for param, counter in zip(counts, counters.unbind(), strict=True):
                 slots[param] = slots[param]._replace(taken=counter)
                 if adam:
@@ -277,4 +279,4 @@ def _keeps_step_on_cpu(group: dict[str, Any]) -> bool:
 
 def _cpu_step(count: float) -> Tensor:
     wide = torch.get_default_dtype() == torch.float64
-    return torch.tensor(count, dtype=torch.float64 if wide else torch.float32)
+    return torch.tensor(count, dtype=torch.float64 if wide else torch.float32, device="cpu")

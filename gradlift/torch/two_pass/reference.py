@@ -84,7 +84,9 @@ def measure(
         for batch in table.batches()
     ]
     found = [_pieces(table.grads, batch) for batch in batches]
-    rows = torch.tensor([row for batch in batches for row, _, _ in batch], dtype=torch.int64)
+    rows = torch.tensor(
+        [row for batch in batches for row, _, _ in batch], dtype=torch.int64, device="cpu"
+    )
     if len(rows):
         rows = rows.to(table.device)
         sumsq.index_add_(0, rows, host_norms(*found).square())
