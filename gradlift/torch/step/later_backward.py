@@ -145,8 +145,10 @@ def _is_accumulated_into(param: Tensor) -> bool:
     return plain and param.requires_grad and not getattr(param, "_fsdp_flattened", False)
 
 
+@torch.no_grad()
 def _version(grad: Tensor) -> int:
-    return grad._version + local(grad.detach())._version
+    # Of both: a wrapper may write to the part that lies on this rank, a user to the whole.
+    return grad._version + local(grad)._version
 
 
 def _remove(handles: list[Any]) -> None:
