@@ -204,6 +204,23 @@ def record(make: Any = dict, **entries: Check | Since) -> Check:
     return check
 
 
+def versioned(**layouts: Check) -> Check:
+    """A dict whose entry ``version`` says which of ``layouts``, by ``v1``, ``v2`` ..., it has; the
+    layouts do not see that entry."""
+    known = one_of(*(int(name[1:]) for name in layouts))
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise Mismatch("a dict", value)
+        if "version" not in value:
+            raise Mismatch("a dict with a version", Odd("one without"))
+        version = _inside(known, value["version"], "version")
+        rest = {name: entry for name, entry in value.items() if name != "version"}
+        return layouts[f"v{version}"](rest)
+
+    return check
+
+
 class Odd:
     """Shown in a message as the words that it holds."""
 
