@@ -8,6 +8,7 @@ Each case is a function of its own with asserts in it, run on every rank.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -23,6 +24,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -475,6 +482,81 @@ def masters_of_shards() -> None:
     assert isinstance(master, DTensor)
     assert torch.equal(master.full_tensor(), value - 2.0**-11)
     assert torch.equal(low.full_tensor(), (value - 2.0**-11).half())  # type: ignore[attr-defined]
+
+
+def _sharded_with_masters(seed: int) -> tuple[nn.Module, MasterWeights]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(torch.bfloat16)
+    fully_shard(model, mesh=whole_mesh())
+    return model, MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+@case(2)
+def masters_are_in_the_state_dict_of_fsdp2() -> None:
+    """torch.distributed.checkpoint's functions restore weights and masters bit for bit, sharded
+    and whole, and what they write to the model wins over masters made before."""
+
+    def train(model: nn.Module, optimizer: MasterWeights, steps: int) -> None:
+        scaler = GradScaler("cpu", init_scale=8.0)
+        for step in range(steps):
+            optimizer.zero_grad()
+            inputs = torch.linspace(-1, 1, 32).view(8, 4).to(torch.bfloat16) * (step + 1)
+            scaler.scale(model(inputs).float().square().mean()).backward()
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
+
+    for whole in (False, True):
+        options = StateDictOptions(full_state_dict=whole)
+        model, optimizer = _sharded_with_masters(0)
+        train(model, optimizer, 3)
+        weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        kept = copy.deepcopy(weights)  # apart from what was loaded
+        other, loaded = _sharded_with_masters(1)
+        set_state_dict(
+            other, loaded, model_state_dict=weights, optim_state_dict=state, options=options
+        )
+        for _ in range(2):
+            for mine, theirs in zip(
+                [*model.parameters(), *optimizer.masters],
+                [*other.parameters(), *loaded.masters],
+                strict=True,
+            ):
+                assert torch.equal(local(mine), local(theirs))
+            train(model, optimizer, 2)
+            train(other, loaded, 2)
+        fresh, follows = _sharded_with_masters(2)
+        set_model_state_dict(fresh, copy.deepcopy(kept), options=options)
+        for group in follows.param_groups:
+            group["lr"] = 0.0
+        train(fresh, follows, 1)
+        saved, _ = get_state_dict(fresh, follows, options=options)
+        for name, value in kept.items():
+            left, right = (local(t) if isinstance(t, DTensor) else t for t in (saved[name], value))
+            assert torch.equal(left, right), name
+
+
+@case(2)
+def sharded_gradients_after_a_dropped_batch() -> None:
+    """FSDP2 writes gradients itself: cleared ones are unscaled again, added-to ones refused."""
+    model, _ = _sharded_with_masters(0)
+    model.float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    inputs = torch.linspace(-1, 1, 32).view(8, 4)
+
+    def backward() -> None:
+        scaler.scale(model(inputs).square().mean()).backward()
+
+    backward()
+    scaler.unscale_(optimizer)
+    true = [local(p.grad).clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    backward()
+    scaler.unscale_(optimizer)
+    assert all(map(torch.equal, true, [local(p.grad) for p in model.parameters()]))
+    backward()
+    with pytest.raises(RuntimeError, match="partly scaled"):
+        scaler.step(optimizer)
 
 
 # torch's defects. Each is shown on torch's class, and mended.

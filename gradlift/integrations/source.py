@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import Dynamic, Policy, Static
 from gradlift.torch import GradScaler
+from gradlift.torch.step import later_backward
 
 ScalerSource = GradScaler | Policy | Callable[[nn.Module], GradScaler] | None
 """A scaler, a policy, a class of scalers, a function from the model to a scaler, or None for the
@@ -73,10 +74,11 @@ def join_ranks(scaler: GradScaler) -> None:
 
 
 def unscale_once_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """``unscale_``, unless it has been done since the last ``update``: two clip calls in one step
-    are no mistake."""
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    if stage is not OptState.UNSCALED:
+    """``unscale_``, unless it has been done since the last backward pass: two clip calls in one
+    step are no mistake."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    later_backward.heed(scaler, state)
+    if state["stage"] is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
 
 

@@ -15,6 +15,7 @@ On an overflow the device lowers the scale at once, without asking the pilot.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -34,6 +35,7 @@ from gradlift.torch.adaptive import adaptive_state
 from gradlift.torch.adaptive import emulate as emulation
 from gradlift.torch.adaptive.adaptive_state import STATE_KEY, Saved
 from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.model_identity import identity, is_same
 from gradlift.torch.adaptive.narrow import Narrow
 from gradlift.torch.adaptive.piloting import DELAY, Piloted
 from gradlift.torch.adaptive.step_record import Pending
@@ -46,6 +48,11 @@ from gradlift.zhao2019 import Zhao2019
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
 # overflows again is lost, and a probe brings the scale back a few steps later.
 BACKOFF = 2.0**-4
+
+ANOTHER_MODEL = (
+    "gradlift: the state was saved with another model: its modules, or the shapes of its "
+    "parameters, differ. The scale is kept, and the plan is found anew in the next steps"
+)
 
 
 class AdaptiveGradScaler(Piloted):
@@ -301,13 +308,16 @@ class AdaptiveGradScaler(Piloted):
             self._engine.probing or any(p.unshared for p in self._pending),
             self._overflowed(),
             self._engine.wide,
+            identity(self._engine.model),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class, of ``GradScaler`` or of torch's scaler.
 
         Of the latter two only the scale is taken, and the first step looks for a plan; numbers
-        by which they grow and back off are not the adaptive scaler's.
+        by which they grow and back off are not the adaptive scaler's. So it is with the state of
+        another model, which a warning tells. A damaged state is refused with a ``ValueError`` and
+        changes nothing.
         """
         if not self._enabled:
             return
@@ -319,11 +329,21 @@ class AdaptiveGradScaler(Piloted):
             self._load_scale(rest)
             return
         saved = adaptive_state.read(state_dict[STATE_KEY])
+        checkpoint.read(rest, self._policy)
+        if saved.model is not None and not is_same(saved.model, self._engine.model):
+            warnings.warn(ANOTHER_MODEL, stacklevel=2)
+            self._load_scale(rest)
+            return
         loaded = copy.copy(self._pilot)
         loaded.load(saved.pilot)
-        checkpoint.read(rest, self._policy)
+        # It may have been saved with a longer interval than this scaler's.
+        loaded.next_probe = min(loaded.next_probe, saved.step + loaded.interval)
         # The last that may refuse: names that the model does not have.
-        self._engine.pin(saved.pins)
+        try:
+            self._engine.pin(saved.pins)
+        except ValueError as error:
+            where = f"{adaptive_state.NAME}['pins'] must be modules of this model"
+            raise ValueError(f"{where}: {error}; {adaptive_state.ADVICE}") from None
         super().load_state_dict(rest)
         self._pilot = loaded
         self._step_number, self._pending, self._planned_at = saved.step, deque(saved.pending), -1

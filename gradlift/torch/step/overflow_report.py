@@ -55,11 +55,11 @@ class _Watched:
         self.device, dtype = key
         self.rows = rows
         chunk = scalars.CHUNK
-        numels = torch.tensor([grad.numel() for grad in grads])
+        numels = torch.tensor([grad.numel() for grad in grads], device="cpu")
         counts = (numels + chunk - 1) // chunk
-        owner = torch.repeat_interleave(torch.arange(len(grads)), counts)
+        owner = torch.repeat_interleave(torch.arange(len(grads), device="cpu"), counts)
         first = counts.cumsum(0) - counts
-        place = torch.arange(len(owner)) - first[owner]
+        place = torch.arange(len(owner), device="cpu") - first[owner]
         self.entries = self._send(torch.stack([owner, place], 1).int())
         self.numels = self._send(numels)
         self.cells = torch.zeros(len(grads), 2, dtype=torch.int64, device=self.device)
@@ -67,7 +67,9 @@ class _Watched:
         self._last: tuple[list[int], Tensor | None] = [], None
         self._captured: list[tuple[Tensor, Tensor]] = []
         # Pinned memory cannot be had during a capture, so some is kept ready.
-        self._spares = [torch.empty(len(grads), dtype=torch.int64).pin_memory() for _ in range(4)]
+        self._spares = [
+            torch.empty(len(grads), dtype=torch.int64, device="cpu").pin_memory() for _ in range(4)
+        ]
         self._dtype = dtype
         self._launches: dict[tuple[torch.dtype | None, bool], Any] = {}
         self._counted: tuple[frozenset[int], Tensor] = frozenset(), self.numels
@@ -99,7 +101,10 @@ class _Watched:
                 0 if row in left_out else size
                 for row, size in zip(self.rows, self._sizes, strict=True)
             ]
-            self._counted = left_out, self._send(torch.tensor(numels)) if left_out else self.numels
+            self._counted = (
+                left_out,
+                self._send(torch.tensor(numels, device="cpu")) if left_out else self.numels,
+            )
         return self._counted[1]
 
     def _send(self, host: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ class _Watched:
         if not self._spares or not _all_dense(grads):
             return None
         host = self._spares.pop()
-        host.copy_(torch.tensor(addresses))
+        host.copy_(torch.tensor(addresses, device="cpu"))
         device = host.to(self.device, non_blocking=True)
         self._captured.append((host, device))
         return device

@@ -8,6 +8,7 @@ optimizer's flag in its state, for ``update``, and ``_last_found``, for whoever 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.ranks import ownership
 from gradlift.torch.ranks.agreeing import Agreeing
-from gradlift.torch.step import closures, fused, grads
+from gradlift.torch.step import closures, fused, grads, later_backward
 from gradlift.torch.step.overflow_report import Peaks
 from gradlift.torch.step.update import has_triton
 from gradlift.torch.two_pass.reference import Measure
@@ -53,6 +54,7 @@ class Stepping(Agreeing):
             return
         self._ready(optimizer, "unscale_")
         state = self._per_optimizer_states[id(optimizer)]
+        later_backward.heed(self, state)
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -62,6 +64,8 @@ class Stepping(Agreeing):
         inv_scale = grads.inverse(cast(Tensor, self._scale))
         self._check(optimizer, inv_scale, self._allow_fp16_grads)
         state["stage"] = OptState.UNSCALED
+        if not torch.compiler.is_compiling():
+            state["optimizer"] = weakref.ref(optimizer)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._ready(optimizer, "_check_inf_per_device")
