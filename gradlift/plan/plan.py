@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import NoneType
 from typing import Any
 
 from gradlift.formats import Format, get
 from gradlift.plan.bounds import ANY
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph, Interval
 
-VERSION = 2
+VERSION = 3
 
 # Formats whose range is float32's: whatever the exponents are, nothing is gained.
 _WIDE = ("bfloat16", "float32")
@@ -47,11 +46,7 @@ class Planned:
     interval: Interval
     """What the component allows; empty where it must lose something, and low tells how far."""
     lost: float = 0.0
-    """Fraction of the non-zero elements seen that are flushed at this exponent."""
-    zeros: float | None = None
-    """Fraction of zeros in the record; None where there was none."""
-    dead: int = 0
-    """Tensors that stayed all zero at every exponent that could be tried."""
+    """The largest fraction of a tensor's magnitude that is flushed at this exponent."""
     excess: float = 0.0
     """Bits by which overflows went beyond the largest gradient in sight."""
     reserved: int = 0
@@ -225,16 +220,15 @@ def _strings(values: list[Any], where: str) -> tuple[str, ...]:
 def _planned(data: Any, index: int) -> Planned:
     where = f"plan: component {index}"
     c = _entries(data, where, modules=list, exponent=int, interval=list, lost=float,
-                 zeros=(float, NoneType), dead=int, excess=float, reserved=int)  # fmt: skip
+                 excess=float, reserved=int)  # fmt: skip
     bounds = c["interval"]
     if len(bounds) != 2 or not all(type(b) is int for b in bounds):
         raise ValueError(f"{where}: interval must be two whole numbers, got {bounds!r}")
     if c["exponent"] not in _SHIFTED:
         raise ValueError(f"{where}: exponent {c['exponent']} is none that a plan can have")
-    for key in ("lost", "zeros"):
-        if c[key] is not None and not 0.0 <= c[key] <= 1.0:
-            raise ValueError(f"{where}: {key} must lie between 0 and 1, got {c[key]!r}")
-    for key in ("dead", "excess", "reserved"):
+    if not 0.0 <= c["lost"] <= 1.0:
+        raise ValueError(f"{where}: lost must lie between 0 and 1, got {c['lost']!r}")
+    for key in ("excess", "reserved"):
         if not 0 <= c[key] < math.inf:
             raise ValueError(f"{where}: {key} must not be negative, got {c[key]!r}")
     modules = _strings(c["modules"], f"{where}: modules")
