@@ -122,6 +122,13 @@ class Histogram:
         known = found if self.parameters is None else max(found, self.parameters)
         return replace(self, parameters=known)
 
+    def as_ceiling(self) -> Histogram:
+        """What bounds an exponent from above, and asks for nothing from below."""
+        known = self.parameters if not self.counts else self.counts[-1][0]
+        if known is not None and self.parameters is not None:
+            known = max(known, self.parameters)
+        return replace(self, counts=(), zeros=0, dark=0, tensors=(), parameters=known)
+
     @property
     def nonzero(self) -> int:
         """Finite elements other than zero."""

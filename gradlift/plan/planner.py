@@ -91,7 +91,8 @@ def choose(
     if last is not None:
         found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
     if rule is None:
-        found, exponents, cuts = _by_range(graph, found, before, headroom)
+        settled = last is not None and not last.probe_again
+        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
     else:
         carried = _carried(graph, found, before, rule, passages, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, carried)
@@ -189,37 +190,54 @@ def _let_down(bounds: Bounds, before: Planned | None, last: Plan) -> Bounds:
     if before is None or bounds.unseen != NOT_FINITE:
         return bounds
     cap, loss = before.interval.high, last.global_exponent
-    if cap == MAX_EXPONENT and before.exponent > loss:
+    if before.exponent > loss and cap == MAX_EXPONENT > bounds.interval.high:
         cap = loss
     return replace(bounds, interval=replace(bounds.interval, high=min(bounds.interval.high, cap)))
 
 
-def _spared(graph: Graph, found: list[Bounds], bits: int) -> list[Bounds]:
-    """With upper ends raised by as few as ``bits`` where that leaves no cut to be active."""
+def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
+    """With upper ends raised where headroom is worth less than what it costs: see ``SPARED``.
+
+    Args:
+        graph: components and cuts.
+        found: the bounds of each.
+        most: bits of headroom that can be had.
+    """
     usable = [bounds.usable for bounds in found]
     needed = max(interval.low for interval in usable)
     lowest = min(interval.high for interval in usable)
-    # Where everything is held at one exponent there is no cut to spare.
-    movable = set(graph.pinned.values()) == {0} and len(graph.pinned) < len(found)
+    held = set(graph.pinned.values()) == {0}
     burnt = any(b.unseen == NOT_FINITE and b.interval.high < needed for b in found)
-    if not movable or burnt or not 0 < needed - lowest <= bits:
+    if not held or burnt or needed <= lowest:
+        return found
+    if len(graph.pinned) == len(found):
+        # There is no other exponent for what is too small for this one.
+        return [bounds.raised(min(needed, lowest + most)) for bounds in found]
+    if needed - lowest > min(SPARED, most):
         return found
     return [bounds.raised(needed) for bounds in found]
 
 
 def _settle(
-    graph: Graph, usable: Sequence[Interval], before: Sequence[Planned | None], headroom: int
+    graph: Graph,
+    usable: Sequence[Interval],
+    before: Sequence[Planned | None],
+    headroom: int,
+    settled: bool,
 ) -> list[int]:
-    """The last exponents where they will do, otherwise new ones near them."""
+    """The last exponents where they will do, otherwise new ones near them.
+
+    A cut of a plan that had settled is not given up for a bit: it would be back tomorrow.
+    """
     wishes = [_wish(interval, headroom) for interval in usable]
     cheapest = fewest_cuts(graph, usable, wishes)
     kept = [planned.exponent for planned in before if planned]
     if len(kept) == len(before) and _holds(graph, usable, kept, headroom):
         cost = len(graph.active(kept))
-        # A cut that could just be spared today would be back tomorrow.
         if len(graph.active(cheapest)) >= cost:
             return kept
-        if len(graph.active(fewest_cuts(graph, [_narrowed(i) for i in usable]))) >= cost:
+        spare = [_narrowed(interval) for interval in usable]
+        if settled and len(graph.active(fewest_cuts(graph, spare))) >= cost:
             return kept
     settled = list(cheapest)
     for region in graph.regions(cheapest):
@@ -283,12 +301,16 @@ Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
 
 
 def _by_range(
-    graph: Graph, found: list[Bounds], before: Sequence[Planned | None], headroom: int
+    graph: Graph,
+    found: list[Bounds],
+    before: Sequence[Planned | None],
+    headroom: int,
+    settled: bool,
 ) -> Chosen:
     """Every component in its interval, with the fewest active cuts."""
-    found = _spared(graph, found, min(SPARED, max(headroom - 1, 0)))
+    found = _spared(graph, found, max(headroom - 1, 0))
     usable = [bounds.usable for bounds in found]
-    exponents = _settle(graph, usable, before, headroom)
+    exponents = _settle(graph, usable, before, headroom, settled)
     return found, exponents, active_cuts(graph, usable, exponents)
 
 
