@@ -296,8 +296,9 @@ def test_one_exponent_that_does_not_serve_is_not_said_to():
     plan = choose(chain(3, pinned=0), [seen(-20, -2), seen(-43, -22), seen(-40, -22)])
     assert plan.one_exponent_serves, "there is no cut"
     assert not plan.squeezed, "each of them alone would fit"
+    # Two bits of the headroom go to the small ones, and one is kept.
     assert str(plan) == (
-        "float16, loss scale 2^14: one exponent for all 3 components, too low for 2"
+        "float16, loss scale 2^16: one exponent for all 3 components, too low for 1"
     )
 
 
@@ -416,8 +417,8 @@ def test_a_deep_network_is_climbed_without_an_overflow():
     assert taken <= 8
     assert len(plan.active) <= 3
     for values, exponent in zip(world, plan.exponents, strict=True):
-        stored = [round_to(math.ldexp(v, exponent), "float16") for v in values if v]
-        assert stored.count(0.0) <= 1e-3 * len(stored)
+        lost = [v for v in values if not round_to(math.ldexp(v, exponent), "float16")]
+        assert sum(map(abs, lost)) <= 2e-3 * sum(map(abs, values))
 
 
 @pytest.mark.parametrize("format", ["float8_e5m2", "float8_e4m3fn"])
@@ -461,13 +462,13 @@ def test_a_gradient_of_zeros_goes_where_its_neighbours_go_and_is_looked_at_there
     _, plan = probe(graph, world, plan)
     assert plan.exponents[2] == plan.exponents[1] > plan.exponents[0]
     assert plan.reasons == (
-        "layers.1: has much of its gradient in the lowest octaves in sight",
+        "layers.1: has much of its gradient in the lowest octave in sight",
         "layers.2: shows only zeros",
     )
     _, plan = probe(graph, world, plan)
     assert not plan.probe_again
     # It stirs, far larger than its neighbour: it goes to where it would be without a plan.
-    world[2] = normal(2, -2)
+    world[2] = normal(2, 4)
     records, plan = probe(graph, world, plan)
     assert records[2].nonfinite
     assert plan.exponents[2] <= plan.exponents[0] < plan.exponents[1]
@@ -479,7 +480,7 @@ def test_what_was_only_wished_for_is_no_bound():
     graph, world = chain(2), [normal(0, -4), normal(1, -33)]
     _, plan = probe(graph, world, Plan.uniform(graph, 8, "float16"))
     (cut,) = plan.active
-    assert "needs 2^18" in cut.why, "a look from there on should show all"
+    assert "needs 2^16" in cut.why, "a look from there on should show all"
     assert plan.components[1].interval.low == 8
     # Something overflowed: from here on only what was measured counts.
     nan = [Histogram((), 0, 9, -24 - e, 15 - e) for e in plan.exponents]
@@ -500,7 +501,7 @@ def test_magnitude_in_the_lowest_octaves_raises_only_if_there_are_zeros():
     without = Histogram(counts, 0, 0, -32, 7)
     assert choose(chain(1), [without]).probe_again is False
     plan = choose(chain(1), [Histogram(counts, 5, 0, -32, 7)])
-    assert plan.reasons == ("layers.0: has much of its gradient in the lowest octaves in sight",)
+    assert plan.reasons == ("layers.0: has much of its gradient in the lowest octave in sight",)
     # All but a tenth of it must become a thousandth: ten octaves.
     assert plan.global_exponent >= 8 + 10
     assert plan.components[0].interval.low == 8, "as was measured"

@@ -37,8 +37,12 @@ ANY = Interval(MIN_EXPONENT, MAX_EXPONENT)
 # elements, and with a gradient of less than about 2^-50 no optimizer can do anything.
 USELESS = -64
 
+# What the lowest octave in sight holds of a bell curve, to what lies below it. An exponent that was
+# measured to be high enough must not ask for another look when it is taken.
+LOWEST = 4
+
 ONLY_ZEROS = "shows only zeros"
-LOWEST_OCTAVES = "has much of its gradient in the lowest octaves in sight"
+LOWEST_OCTAVE = "has much of its gradient in the lowest octave in sight"
 NOT_FINITE = "was not finite"
 
 
@@ -100,7 +104,7 @@ def find_bounds(
         return Bounds(interval, NOT_FINITE, shown, reserved=reserved)
     climb = max(_climb(tensor, tolerance, largest_climb(format)) for tensor in histogram.each)
     if climb and shown < high and shown + climb <= MAX_EXPONENT:
-        return Bounds(interval, LOWEST_OCTAVES, shown, shown + climb, reserved)
+        return Bounds(interval, LOWEST_OCTAVE, shown, shown + climb, reserved)
     return Bounds(interval, ONLY_ZEROS if histogram.dark else "", shown, reserved=reserved)
 
 
@@ -123,8 +127,8 @@ def _climb(tensor: Histogram, tolerance: float, largest: int) -> int:
     if not tensor.zeros or not _is_useful(tensor):
         # Without a single zero nothing can have been flushed.
         return 0
-    near = tensor.magnitude_below(tensor.floor + 2)
-    allowed = max(tolerance * tensor.magnitude, math.ldexp(0.5, tensor.floor))
+    near = tensor.magnitude_below(tensor.floor + 1)
+    allowed = max(LOWEST * tolerance * tensor.magnitude, math.ldexp(0.5, tensor.floor))
     # Below its bulk a gradient's magnitude halves with each octave at least.
     return min(math.ceil(math.log2(near / allowed)), largest) if near > allowed else 0
 
