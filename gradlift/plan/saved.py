@@ -37,16 +37,25 @@ def _histogram(**entries: Any) -> Histogram:
     return Histogram(**entries)
 
 
-HISTOGRAM = record(
-    make=_histogram,
-    counts=list_of(row(EXPONENT, whole(1)), make=tuple),
-    zeros=COUNT,
-    nonfinite=COUNT,
-    floor=EXPONENT,
-    ceiling=EXPONENT,
-    dark=COUNT,
-    parameters=optional(EXPONENT),
-)
+def _histogram_with(tensors: schema.Check) -> schema.Check:
+    return record(
+        make=_histogram,
+        counts=list_of(row(EXPONENT, whole(1)), make=tuple),
+        zeros=COUNT,
+        nonfinite=COUNT,
+        floor=EXPONENT,
+        ceiling=EXPONENT,
+        dark=COUNT,
+        parameters=optional(EXPONENT),
+        tensors=list_of(tensors, make=tuple),
+    )
+
+
+def _none_below(value: Any) -> Any:
+    raise Mismatch("none: the histogram of one tensor has no others in it", value)
+
+
+HISTOGRAM = _histogram_with(_histogram_with(_none_below))
 GRAPH = record(
     make=Graph,
     components=list_of(
@@ -146,4 +155,9 @@ PILOT = record(
     owners=schema.dict_of(schema.text, INDEX),
     offsets=schema.dict_of(schema.text, OFFSET),
     peaks=schema.dict_of(schema.text, list_of(row(STEP, optional(EXPONENT)), most=REMEMBERED)),
+    unmet=schema.dict_of(schema.text, COUNT),
+    above=list_of(STEP),
+    one_scale=schema.flag,
+    clean=optional(COUNT),
+    unplanned=row(whole(-schema.LARGEST), COUNT),
 )

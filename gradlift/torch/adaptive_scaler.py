@@ -47,7 +47,8 @@ from gradlift.zhao2019 import Zhao2019
 
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
 # overflows again is lost, and a probe brings the scale back a few steps later.
-BACKOFF = 2.0**-4
+BACKOFF_BITS = 4
+BACKOFF = 2.0**-BACKOFF_BITS
 
 ANOTHER_MODEL = (
     "gradlift: the state was saved with another model: its modules, or the shapes of its "
@@ -77,7 +78,7 @@ class AdaptiveGradScaler(Piloted):
         device: a device type, as for ``torch.amp.GradScaler``.
         format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
             that of the gradients of Linear and Conv outputs.
-        tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
+        tolerance: fraction of a gradient's magnitude that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step. At 2^8 true gradients from 2^-32 to 2^7 are in
@@ -124,7 +125,9 @@ class AdaptiveGradScaler(Piloted):
         super().__init__(
             device, enabled=enabled, policy=policy, model=model, process_group=process_group
         )
-        self._pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule)
+        self._pilot = Pilot(
+            get(format), tolerance, headroom, interval, layerwise, rule, BACKOFF_BITS
+        )
         self._engine = _engine_for(model, linear, self._pilot)
         self._emulate = emulate
         self._emulation = self._build_emulation()

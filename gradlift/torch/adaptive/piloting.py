@@ -8,6 +8,7 @@ overflows.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from typing import cast
 
@@ -31,6 +32,7 @@ class Piloted(Noting):
     _emulation: Emulation | None
     _pending: deque[Pending]
     _loaded_overflowed: list[str]
+    _warned = False
 
     def _end_step(self, sent: InFlight | Remark, probe: Probe | None) -> None:
         """Put the step into the queue, and heed those whose turn has come."""
@@ -61,8 +63,9 @@ class Piloted(Noting):
             self._step_number,
             survey,
             overflowed=overflowed,
-            blind=self._pilot.plan is None and not self._watches(arrived),
+            blind=self._pilot.plan is None and (arrived.probed or not self._watches(arrived)),
         )
+        self._warn_if_blind()
         if shift:
             scale = cast(Tensor, self._scale)
             # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
@@ -104,6 +107,17 @@ class Piloted(Noting):
         waiting = any(pending.probed for pending in self._pending)
         # Ranks tell each other of unplanned graphs first; see ``AmongRanks``.
         unplanned = self._engine.unplanned and self._ranks is None
-        due = step >= self._pilot.next_probe or unplanned
-        if due and not waiting and not self._engine.pins:
+        if unplanned and not waiting:
+            self._pilot.met_unplanned(step)
+        if step >= self._pilot.next_probe and not waiting and not self._engine.pins:
             self._engine.probe()
+
+    def _warn_if_blind(self) -> None:
+        if self._pilot.blind and not self._warned and self._engine.neutral is None:
+            self._warned = True
+            warnings.warn(
+                "gradlift: no output of the model's modules was found behind the loss (parameters "
+                "used directly, a copy of the model, a traced or compiled forward); nothing can "
+                "be measured there, and the scale follows torch's rule",
+                stacklevel=3,
+            )

@@ -344,7 +344,7 @@ class AmongRanks(GradScaler):
             self._planned_at = self._step_number
         # A graph that was unplanned before the latest plan may well be in it.
         if heard is not None and heard.unplanned and arrived.step > self._planned_at:
-            self._pilot.next_probe = min(self._pilot.next_probe, self._step_number + 1)
+            self._pilot.met_unplanned(self._step_number + 1)
         return heard is None or not heard.disputed
 
     def _watches(self, arrived: Any) -> bool:
