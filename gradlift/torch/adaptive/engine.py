@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ from gradlift.torch.ranks.reductions import gathered_parameters
 
 # As far as two exponents of a plan can be apart.
 LARGEST_OFFSET = 120
+
+# Losses after which a pinned module that was never called is told of: networks that train in turn
+# have several.
+_PATIENCE = 8
+
+UNDER_WAY = "a backward pass over a part of this graph is under way"
 
 _engines = itertools.count()
 
@@ -87,6 +93,8 @@ class Engine:
         self._out_of_reach = False
         self._closed = False
         self._said: set[str] = set()
+        self._uncalled: dict[str, int] = {}
+        """Pinned modules that have not been called, and how many losses went by without them."""
 
     # What to run at.
 
@@ -109,6 +117,7 @@ class Engine:
                     f"and {pins[first[name]]} is not {offset}"
                 )
         self._pins = pins
+        self._uncalled = dict.fromkeys(pins, 0)
         self._refresh()
         self._tell_compiled()
 
@@ -282,6 +291,7 @@ class Engine:
         """Takes note of what a module returned, if it is one of the model's."""
         name = self._names.of_module.get(id(module))
         if name is not None:
+            self._uncalled.pop(name, None)
             self._outputs.cut(name, output)
 
     # Arming.
@@ -313,6 +323,10 @@ class Engine:
             return
         found, old = self._armed.walk([edge for _, edges in new for edge in edges])
         if self._missed(found):
+            return
+        if any(root.under_way for root in old):
+            # Its cuts are in use; the new loss has no root, and its pass will find them shut.
+            self.neutral = UNDER_WAY
             return
         keys = keys_of(found)
         if self._compiled is not None and self._probe is not None:
@@ -354,11 +368,20 @@ class Engine:
             assignment = from_plan(found, keys, self._plan)
         else:
             assignment = Assignment([0] * found.components)
-        for sentence in assignment.refused:
+        for sentence in (*assignment.refused, *self._never_called()):
             self._say(sentence, whole=False)
         if assignment.unplanned is not None:
             self.neutral = f"the graph is not the planned one: {assignment.unplanned}"
         return assignment
+
+    def _never_called(self) -> Iterator[str]:
+        if self._compiled is not None:
+            # What runs in compiled code is not seen.
+            return
+        for name in self._uncalled:
+            self._uncalled[name] += 1
+            if self._uncalled[name] == _PATIENCE:
+                yield f"{name!r} is pinned, but never called: the pin does nothing"
 
     def _owns_a_leaf(self, found: Walk) -> bool:
         own = self._names.of_parameter

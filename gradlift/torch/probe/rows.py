@@ -120,7 +120,7 @@ class Rows:
                 if own is None:
                     own = self._ids[key] = self._sets.add()
                 self._sets.join(numbers.setdefault(edge.upstream, own), own)
-        self._held.update(numbers[component] for component in walk.held)
+        self._held.update(numbers[component] for component in {*walk.held, *walk.hooked})
         return numbers
 
     def _row(self, key: str, offset: int, downstream: int, upstream: int | None) -> int:
