@@ -47,6 +47,11 @@ LARGEST_OFFSET = 120
 # have several.
 _PATIENCE = 8
 
+NOT_ITS_OWN = "the loss does not come from the watched model, the one given to the scaler"
+NO_OUTPUT = (
+    "no output of the model's modules is in the graph of the loss, which uses the parameters "
+    "directly or through TorchScript"
+)
 UNDER_WAY = "a backward pass over a part of this graph is under way"
 
 _engines = itertools.count()
@@ -76,6 +81,8 @@ class Engine:
         """Why the last armed graph or backward pass ran at the global scale throughout."""
         self.unplanned = False
         """Whether a graph came along that the plan was not made for; a probe clears it."""
+        self.blind: str | None = None
+        """Why the last probe met no module's output; None if it did, or had nothing to look at."""
         self.wide: frozenset[str] = frozenset()
         """Parameters whose gradients the last probe that met them saw computed in float32, if not
         all of its were."""
@@ -168,10 +175,22 @@ class Engine:
         if probe is not None:
             self._refresh()
             self.unplanned = False
+            self._note_sight(probe)
             if self._compiled is not None:
                 self._compiled.end_probe(seen=not probe.empty)
             probe.send()
         return probe
+
+    def _note_sight(self, probe: Probe) -> None:
+        """Judged over all of a step's losses: one of them may well be a penalty on weights."""
+        if probe.passed_cuts:
+            self.blind = None
+        elif probe.rows:
+            own = any(row.key in self._names.of_parameter.values() for row in probe.rows)
+            self.blind = NO_OUTPUT if own else NOT_ITS_OWN
+            self._say(
+                self.blind, "nothing can be measured there, and the scale follows torch's rule"
+            )
 
     @property
     def probing(self) -> bool:
@@ -357,8 +376,8 @@ class Engine:
 
     def _assign(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
         self.active, self.neutral = (), None
-        if not found.cuts and not self._owns_a_leaf(found):
-            self._say("the loss does not come from the watched model, the one given to the scaler")
+        if not found.cuts and not self.probing and not self._owns_a_leaf(found):
+            self._say(NOT_ITS_OWN)
         if is_differentiated(found):
             self.neutral = DIFFERENTIATED
             assignment = Assignment([0] * found.components)
@@ -407,12 +426,14 @@ class Engine:
                 self.wide = wide
             self._probe.attach_rounded(found, offsets, gate, self._marks.rounded)
 
-    def _say(self, reason: str, *, whole: bool = True) -> None:
+    def _say(
+        self, reason: str, so: str = "gradients stay at the global scale", *, whole: bool = True
+    ) -> None:
         if whole:
             self.neutral = reason
         if reason not in self._said:
             self._said.add(reason)
-            ending = "; gradients stay at the global scale" if whole else ""
+            ending = f"; {so}" if whole else ""
             warnings.warn(f"gradlift: {reason}{ending}", stacklevel=2)
 
 

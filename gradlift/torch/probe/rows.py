@@ -96,6 +96,11 @@ class Rows:
         return frozenset(key for key, wide in self._wide.items() if wide)
 
     @property
+    def passed_cuts(self) -> bool:
+        """Whether a module's output was in the graphs."""
+        return any(row.upstream is not None for row in self.rows)
+
+    @property
     def leaves(self) -> frozenset[str]:
         """Those that were met."""
         return frozenset(self._wide)
