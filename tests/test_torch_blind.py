@@ -91,6 +91,7 @@ def test_a_probe_of_no_loss_says_nothing(model):
     engine.close()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_forward_that_was_compiled_by_hand_is_looked_into(model):
     model.forward = torch.compile(model.forward, backend="aot_eager")
     model(X)

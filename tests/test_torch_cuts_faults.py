@@ -23,9 +23,21 @@ X = torch.linspace(-1, 1, 12).view(3, 4)
 PINS = {"a": 5, "b": -3, "c": 2}
 
 
+_open = []
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(2)
+    yield
+    while _open:
+        _open.pop().close()
+
+
+def watched(model):
+    """An engine that is closed when its test is over."""
+    _open.append(Engine(model))
+    return _open[-1]
 
 
 class Net(nn.Module):
@@ -48,7 +60,7 @@ def loss_of(model, x=X):
 
 def planned(model, step=loss_of, seed=0):
     """An engine that follows random offsets on all of the model's components."""
-    engine = Engine(model)
+    engine = watched(model)
     engine.probe()
     plain(engine, step(model), SCALE)
     survey = engine.take().survey(10)
@@ -72,7 +84,6 @@ def check(model, step=loss_of, active=True):
     expected = gradients(model, None, step)
     same(gradients(model, engine, step), expected)
     assert bool(engine.active) == active
-    engine.close()
     return engine
 
 
@@ -81,7 +92,7 @@ def check(model, step=loss_of, active=True):
 
 def test_a_pass_inside_a_hook_of_another_over_the_same_graph():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin(PINS)
 
     def nested(engine):
@@ -106,7 +117,7 @@ def test_a_pass_inside_a_hook_of_another_over_the_same_graph():
 
 def test_passes_of_two_threads_over_one_graph():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin(PINS)
 
     def together(engine):
@@ -137,7 +148,7 @@ def test_passes_of_two_threads_over_one_graph():
 
 def test_arming_a_graph_whose_pass_is_under_way_leaves_it_alone():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin(PINS)
 
     def step(engine):
@@ -164,7 +175,7 @@ def test_arming_a_graph_whose_pass_is_under_way_leaves_it_alone():
 
 def test_a_gate_keeps_no_count_of_passes_that_are_over():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin(PINS)
     scaled = loss_of(model) * SCALE
     engine.arm(scaled)
@@ -250,7 +261,7 @@ def print_nothing(grads):
 
 def test_pins_are_followed_where_a_hook_is_as_the_user_has_asked():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin(PINS)
     loss = loss_of(model)
     seen = []
@@ -333,7 +344,7 @@ def test_a_function_that_changes_its_input_is_told_by_its_code():
 )
 def test_ops_that_are_not_linear_in_floating_point_are_held(op):
     model = Net(lambda y: op(y).sum() * 0.1 + y)
-    survey = Engine(model)
+    survey = watched(model)
     survey.probe()
     plain(survey, loss_of(model), SCALE)
     graph_of = survey.take().survey(10).graph
@@ -349,7 +360,7 @@ def test_ops_that_are_not_linear_in_floating_point_are_held(op):
 
 def test_vmap_over_grad():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     parameters = list(model.parameters())
 
     def rows(engine):
@@ -448,7 +459,7 @@ def test_states_linked_to_their_predecessors():
     began = time.process_time()
     gradients(model, None, step)
     plainly = time.process_time() - began
-    engine = Engine(model)
+    engine = watched(model)
     engine.probe()
     began = time.process_time()
     gradients(model, engine, step)
@@ -476,6 +487,7 @@ def test_tensors_of_other_layouts_in_a_probe_and_after_it(kind):
 # Compiled models.
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_the_forward_of_a_module_with_cuts_keeps_its_signature():
     class Signed(nn.Module):
         def __init__(self):
@@ -488,7 +500,7 @@ def test_the_forward_of_a_module_with_cuts_keeps_its_signature():
     model = Signed()
     model.compile(backend="aot_eager")
     before = inspect.signature(model.forward)
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin({"a": 3})
     assert "forward" in model.__dict__
     assert inspect.signature(model.forward) == before
@@ -503,7 +515,7 @@ def test_the_forward_of_a_module_with_cuts_keeps_its_signature():
 
 def test_probes_leave_no_finalizers_behind():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     before = len(weakref.finalize._registry)
     for _ in range(5):
         engine.probe()
@@ -528,7 +540,7 @@ def test_complex_gradients_times_any_power_of_two(shift, dtype):
 def test_a_pin_on_a_module_that_is_never_called_is_told_of():
     model = Net()
     model.spare = nn.Linear(4, 4)
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin({**PINS, "spare": 3})
     for _ in range(7):
         gradients(model, engine)
@@ -540,7 +552,7 @@ def test_a_pin_on_a_module_that_is_never_called_is_told_of():
 def test_pins_met_in_turn_are_not_told_of():
     one, other = Net(), Net()
     both = nn.ModuleDict({"one": one, "other": other})
-    engine = Engine(both)
+    engine = watched(both)
     engine.pin({"one.a": 3, "other.a": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -551,7 +563,7 @@ def test_pins_met_in_turn_are_not_told_of():
 
 def test_run_is_exact_with_hooks_of_a_spy():
     model = Net()
-    engine = Engine(model)
+    engine = watched(model)
     engine.pin(PINS)
     expected, _ = run(model, loss_of, None, 1.0)
     found, seen = run(model, loss_of, engine)

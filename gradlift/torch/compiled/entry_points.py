@@ -6,11 +6,10 @@ torch's own stance, which is set when the call begins and put back when it ends,
 Nothing else in the process ever sees it.
 
 A module is compiled in one of four ways. ``torch.compile(module)`` gives an ``OptimizedModule``
-with the compiled ``forward``; ``module.compile()`` puts the compiled call on the module itself, and
-some write ``module.forward = torch.compile(module.forward)``. All of them can be wrapped. A compiled
-function that calls the model cannot be reached from the model:
-there the stance is set in advance, until the step's ``update()`` or an error in the model's
-forward (``Stance``).
+with the compiled ``forward``; ``module.compile()`` puts the compiled call on the module itself;
+some write ``module.forward = torch.compile(module.forward)``. All of these can be wrapped. A
+compiled function that calls the model cannot be reached from the model: there the stance is set in
+advance, until the step's ``update()`` or an error in the model's forward (``Stance``).
 """
 
 from __future__ import annotations
