@@ -81,7 +81,7 @@ def draw_measures(pairs: Sequence[Compared], path: Path) -> None:
 def draw_skips(pairs: Sequence[Compared], path: Path) -> None:
     """Skipped steps of a training, by way."""
     plt = begin()
-    figure, axis = plt.subplots(figsize=(8.4, 0.5 + 0.34 * len(pairs)))
+    figure, axis = plt.subplots(figsize=(8.4, 1.2 + 0.42 * len(pairs)))
     for number_, way in enumerate(SCALED):
         found = [(place, pair.cells[way].skipped()) for place, pair in enumerate(reversed(pairs))
                  if way in pair.cells]  # fmt: skip
@@ -90,6 +90,7 @@ def draw_skips(pairs: Sequence[Compared], path: Path) -> None:
                   color=COLOURS[way], ms=5, mew=0, label=name(way))  # fmt: skip
     axis.set_xscale("symlog", linthresh=1)
     axis.set_xlim(left=-0.2)
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yticks(range(len(pairs)), [pair.pair for pair in reversed(pairs)])
     axis.set_xlabel("skipped steps, mean over seeds")
     axis.legend(frameon=False, ncol=5, loc="lower center", bbox_to_anchor=(0.4, 1.0))
@@ -118,7 +119,7 @@ def draw_cost(rows: Sequence[Row], path: Path) -> None:
     """Ratios to torch's step, with their intervals."""
     plt = begin()
     rows = latest(rows, "pair")
-    figure, axis = plt.subplots(figsize=(8.4, 0.8 + 0.45 * len(rows)))
+    figure, axis = plt.subplots(figsize=(8.4, 1.2 + 0.45 * len(rows)))
     axis.axvline(1, color="#cccccc", lw=1)
     for number_, way in enumerate(("bf16", "dynamic", "adaptive-one", "adaptive", "zhao2019")):
         for place, row in enumerate(reversed(rows)):

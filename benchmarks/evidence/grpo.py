@@ -1,6 +1,7 @@
 """A language model rewarded for counting: GRPO with a sampler that is a copy in half precision.
 
-A prompt is two digits, a start and a stride; the answer that earns 1 continues by that stride,
+The model has first been shown some right answers, as language models have been before they are
+rewarded. A prompt is two digits, a start and a stride; the answer that earns 1 continues by that stride,
 modulo ten, and each right digit earns its share. For every prompt a group of answers is drawn, and
 an answer's advantage is its reward beside its group's.
 
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.evidence.task import Task
 
@@ -44,23 +46,36 @@ class Counting(Task):
     Args:
         answer: tokens of an answer.
         group: answers to a prompt.
+        shown: steps of showing right answers beforehand.
     """
 
     measure, higher_is_better = "reward", True
 
-    def __init__(self, *common: Any, answer: int, group: int) -> None:
+    def __init__(self, *common: Any, answer: int, group: int, shown: int) -> None:
         super().__init__(*common)
-        self.answer, self.group = answer, group
+        self.answer, self.group, self.shown = answer, group, shown
         self.sampler: nn.Module | None = None
         self.mismatches: list[Tensor] = []
         self.rewards: list[Tensor] = []
 
+    def prepare(self, model: nn.Module) -> None:
+        """Some steps of supervised training; from then on it is rewards."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(self.shown):
+            tokens = right(self._prompts(self.rows), self.answer)
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, 1:]
+            optimizer.zero_grad()
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten()).backward()
+            optimizer.step()
+        model.zero_grad()
+
+    def _prompts(self, count: int) -> Tensor:
+        return torch.randint(DIGITS, (count, 2), generator=self.chance, device=self.device)
+
     def draw(self, model: nn.Module) -> Answers:
         """Answers of the model as it is now."""
         count = self.rows // self.group
-        prompts = torch.randint(
-            DIGITS, (count, 2), generator=self.chance, device=self.device
-        ).repeat_interleave(self.group, dim=0)
+        prompts = self._prompts(count).repeat_interleave(self.group, dim=0)
         tokens, logs = self.answers(self._copied(model), prompts)
         rewards = reward(tokens)
         groups = rewards.view(count, self.group)
@@ -125,9 +140,15 @@ class Counting(Task):
 
 def reward(tokens: Tensor) -> Tensor:
     """The share of right digits: int64 (rows, 2 + answer) to float32 (rows,)."""
-    start, stride = tokens[:, :1], tokens[:, 1:2]
-    steps = torch.arange(1, tokens.shape[1] - 1, device=tokens.device)
-    return (tokens[:, 2:] == (start + stride * steps) % DIGITS).float().mean(1)
+    wanted = right(tokens[:, :2], tokens.shape[1] - 2)
+    return (tokens == wanted)[:, 2:].float().mean(1)
+
+
+def right(prompts: Tensor, answer: int) -> Tensor:
+    """The prompts with what earns 1: int64 (rows, 2) to (rows, 2 + answer)."""
+    start, stride = prompts[:, :1], prompts[:, 1:]
+    steps = torch.arange(1, answer + 1, device=prompts.device)
+    return torch.cat([prompts, (start + stride * steps) % DIGITS], dim=1)
 
 
 def mismatch(ahead: Tensor) -> Tensor:

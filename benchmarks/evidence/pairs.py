@@ -89,7 +89,7 @@ def shrink(pair: Pair) -> Pair:
 DECODER = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 SCENES = {"pixels": 300, "scenes": 1536, "judged": 160}
 FEW_SCENES = {"pixels": 300, "scenes": 4, "judged": 2}
-TINY = {"width": 32, "layers": 2, "heads": 2}
+TINY = {"width": 32, "layers": 1, "heads": 2}
 
 PAIRS = (
     Pair(
@@ -114,12 +114,12 @@ PAIRS = (
     ),
     Pair(
         "deep_tanh-digits", DigitImages, networks.deep_tanh,
-        "adam", 1e-3, rows=256, steps=400, warm=False, options={"eps": 1e-20},
+        "adam", 3e-4, rows=256, steps=600, warm=False,
         of_task={"flat": True}, small={"network": partial(networks.deep_tanh, depth=12)},
     ),
     Pair(
         "plain_cnn-digits", DigitImages, networks.plain_cnn,
-        "sgd", 0.01, rows=128, steps=500, warm=False, options={"weight_decay": 5e-4},
+        "sgd", 0.01, rows=128, steps=500, options={"weight_decay": 5e-4},
         of_task={"pixels": 32},
         small={"network": partial(networks.plain_cnn, width=4), "of_task": {"pixels": 16}},
     ),
@@ -137,12 +137,12 @@ PAIRS = (
         of_task={"pixels": 64}, small={"of_task": {"pixels": 32}}, needs="torchvision",
     ),
     Pair(
-        "wav2vec2-tones", Tones, partial(networks.wav2vec2, SYMBOLS),
-        "adamw", 5e-4, rows=32, steps=600, clip=1.0,
-        of_task={"samples": 16000, "utterances": 2048, "judged": 192},
+        "whisper-tones", Tones, partial(networks.whisper, SYMBOLS),
+        "adamw", 5e-4, rows=32, steps=500, clip=1.0,
+        of_task={"utterances": 2048, "judged": 192},
         small={
-            "network": partial(networks.wav2vec2, SYMBOLS, **TINY),
-            "of_task": {"samples": 8000, "utterances": 8, "judged": 4},
+            "network": partial(networks.whisper, SYMBOLS, **TINY),
+            "of_task": {"utterances": 8, "judged": 4},
         },
     ),
     Pair(
@@ -175,10 +175,10 @@ PAIRS = (
         "llama-grpo", Counting,
         partial(networks.llama, TOKENS, width=256, layers=4, heads=4, context=32),
         "adamw", 3e-4, rows=128, steps=150, warm=False, clip=1.0, options={"weight_decay": 0.0},
-        of_task={"answer": 12, "group": 8},
+        of_task={"answer": 12, "group": 8, "shown": 100},
         small={
             "network": partial(networks.llama, TOKENS, **TINY),
-            "of_task": {"answer": 3, "group": 2},
+            "of_task": {"answer": 3, "group": 2, "shown": 1},
         },
     ),
     Pair(

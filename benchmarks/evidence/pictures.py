@@ -85,8 +85,8 @@ class DigitImages(Task):
 
 
 def normal(grey: Tensor) -> Tensor:
-    """(n, 1, h, w) from 0 to 1 to (n, 3, h, w) from about -1 to 1."""
-    return (2 * grey - 1).expand(-1, 3, -1, -1)
+    """(n, 1, h, w) from 0 to 1 to (n, 3, h, w) of mean 0 and deviation 1, about."""
+    return ((grey - 0.3) / 0.4).expand(-1, 3, -1, -1)
 
 
 class DigitBoxes(Task):

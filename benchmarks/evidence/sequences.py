@@ -55,9 +55,9 @@ class _Text(Task):
 
     def draw(self, model: nn.Module) -> Any:
         """A batch for ``loss``."""
-        return self.prepare(self.windows(self.train, self.chance), self.chance)
+        return self.batch_of(self.windows(self.train, self.chance), self.chance)
 
-    def prepare(self, windows: Tensor, chance: torch.Generator) -> Any:
+    def batch_of(self, windows: Tensor, chance: torch.Generator) -> Any:
         """A batch from windows of the text."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class _Text(Task):
         chance = torch.Generator(self.device).manual_seed(0)
         losses = []
         for _ in range(self.judged):
-            batch = self.prepare(self.windows(self.held_out, chance), chance)
+            batch = self.batch_of(self.windows(self.held_out, chance), chance)
             losses.append(self.loss(model, batch))
         return {"held-out loss": float(torch.stack(losses).mean())}
 
@@ -76,7 +76,7 @@ class NextByte(_Text):
 
     extra = 1
 
-    def prepare(self, windows: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch_of(self, windows: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
         """int64 (rows, context), twice."""
         return windows[:, :-1], windows[:, 1:]
 
@@ -105,7 +105,7 @@ class Denoise(_Text):
         """In a window."""
         return self.context // STRETCH
 
-    def prepare(self, windows: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch_of(self, windows: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
         """What the encoder reads, (rows, marks * 19), and what is to be said, (rows, marks * 4 + 1)."""
         stretches = windows.view(self.rows, self.marks, STRETCH)
         shape = (self.rows, self.marks, 1)
@@ -157,6 +157,8 @@ def tokens_of(context: int) -> int:
 # Tones.
 
 RATE = 16000
+"""Samples of a second, which is an utterance."""
+BINS, FRAMES = 64, 100
 LOW = torch.tensor([941.0, 697, 697, 697, 770, 770, 770, 852, 852, 852])
 HIGH = torch.tensor([1336.0, 1209, 1336, 1477, 1209, 1336, 1477, 1209, 1336, 1477])
 SYMBOLS = 11
@@ -166,36 +168,36 @@ SAID = 5
 
 
 class Utterances(NamedTuple):
-    """float32 (n, samples) on the device; int64 (n, SAID) from 1 on and (n,) on the CPU."""
+    """float32 (n, BINS, FRAMES) on the device; int64 (n, SAID) from 1 on and (n,) on the CPU."""
 
-    sound: Tensor
+    features: Tensor
     symbols: Tensor
     lengths: Tensor
 
 
 @cache
-def utterances_on(device: torch.device, count: int, samples: int, held_out: bool) -> Utterances:
+def utterances_on(device: torch.device, count: int, held_out: bool) -> Utterances:
     """Once for a process, from random numbers of the host."""
     chance = torch.Generator().manual_seed(1 if held_out else 2)
     lengths = torch.randint(3, SAID + 1, (count,), generator=chance)
     symbols = torch.randint(1, SYMBOLS, (count, SAID), generator=chance)
     said = torch.arange(SAID) < lengths[:, None]
     # A slot for each that is said, which its tone fills in part.
-    slot = samples / lengths[:, None]
+    slot = RATE / lengths[:, None]
     length = slot * (0.5 + 0.4 * torch.rand(count, SAID, generator=chance))
     begin = torch.arange(SAID) * slot
     begin = begin + torch.rand(count, SAID, generator=chance) * (slot - length)
     pitch = 1 + 0.03 * (2 * torch.rand(count, SAID, generator=chance) - 1)
     loud = said * (0.5 + 0.5 * torch.rand(count, SAID, generator=chance))
-    noise = 0.1 * torch.randn(count, samples, generator=chance)
+    noise = 0.1 * torch.randn(count, RATE, generator=chance)
     drawn = (part.to(device) for part in (symbols, begin, length, pitch, loud, noise))
-    return Utterances(synthesize(*drawn), symbols, lengths)
+    return Utterances(spectrogram(synthesize(*drawn)), symbols, lengths)
 
 
 def synthesize(
     symbols: Tensor, begin: Tensor, length: Tensor, pitch: Tensor, loud: Tensor, noise: Tensor
 ) -> Tensor:
-    """Sound of mean 0 and deviation 1: (n, samples).
+    """Sound: (n, samples).
 
     Args:
         symbols: int64 (n, SAID), 1 to 10.
@@ -214,35 +216,49 @@ def synthesize(
             hertz = table.to(noise.device)[symbols[:, slot] - 1] * pitch[:, slot]
             tone = torch.sin(2 * torch.pi * hertz[:, None] * time / RATE)
             sound = sound + loud[:, slot, None] * shape * tone
-    return (sound - sound.mean(1, keepdim=True)) / sound.std(1, keepdim=True)
+    return sound
+
+
+def spectrogram(sound: Tensor) -> Tensor:
+    """The logarithm of power by frequency and time, of mean 0 and deviation 1.
+
+    Args:
+        sound: float32 (n, RATE).
+
+    Returns:
+        float32 (n, BINS, FRAMES): 40 Hz and 10 ms apart.
+    """
+    window = torch.hann_window(RATE // 40, device=sound.device)
+    waves = torch.stft(sound, RATE // 40, RATE // 100, window=window, return_complex=True)
+    power = waves[:, :BINS, :FRAMES].abs().square().clamp(min=1e-4).log10()
+    return (power - power.mean((1, 2), keepdim=True)) / power.std((1, 2), keepdim=True)
 
 
 class Tones(Task):
-    """Which digits were said, by CTC, for an encoder of transformers'.
+    """Which digits were said, by CTC.
 
     Args:
-        samples: of an utterance, 16,000 to a second.
         utterances: for training.
         judged: for judging.
     """
 
     measure = "error rate"
 
-    def __init__(self, *common: Any, samples: int, utterances: int, judged: int) -> None:
+    def __init__(self, *common: Any, utterances: int, judged: int) -> None:
         super().__init__(*common)
-        self.train = utterances_on(self.device, utterances, samples, held_out=False)
-        self.held_out = utterances_on(self.device, judged, samples, held_out=True)
+        self.train = utterances_on(self.device, utterances, held_out=False)
+        self.held_out = utterances_on(self.device, judged, held_out=True)
 
     def draw(self, model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Sound on the device; symbols and lengths on the CPU, where CTC wants its lengths."""
+        """Features on the device; symbols and lengths on the CPU, where CTC wants its lengths."""
         rows = torch.randint(len(self.train.lengths), (self.rows,), generator=self.host_chance)
-        sound = self.train.sound[rows.to(self.device, non_blocking=True)]
-        return sound, self.train.symbols[rows], self.train.lengths[rows]
+        features = self.train.features[rows.to(self.device, non_blocking=True)]
+        return features, self.train.symbols[rows], self.train.lengths[rows]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """CTC's, mean over symbols and rows; in float32."""
-        sound, symbols, lengths = batch
-        logs = model(sound).logits.float().log_softmax(-1).transpose(0, 1)
+        features, symbols, lengths = batch
+        logs = model(features).float().log_softmax(-1).transpose(0, 1)
         frames = torch.full((len(lengths),), len(logs))
         with torch.autocast(self.device.type, enabled=False):
             return F.ctc_loss(logs, symbols.to(self.device), frames, lengths, zero_infinity=True)
@@ -250,9 +266,9 @@ class Tones(Task):
     def judge(self, model: nn.Module) -> dict[str, float]:
         """Edits for each digit, of the best label of each frame; and the mean loss."""
         guesses, losses = [], []
-        sounds, symbols, lengths = (part.split(32) for part in self.held_out)
-        for batch in zip(sounds, symbols, lengths, strict=True):
-            guesses += [read_ctc(f) for f in model(batch[0]).logits.argmax(-1).tolist()]
+        features, symbols, lengths = (part.split(32) for part in self.held_out)
+        for batch in zip(features, symbols, lengths, strict=True):
+            guesses += [read_ctc(f) for f in model(batch[0]).argmax(-1).tolist()]
             losses.append(self.loss(model, batch))
         _, said, count = self.held_out
         truths = [row[:n] for row, n in zip(said.tolist(), count.tolist(), strict=True)]

@@ -35,6 +35,9 @@ class Task:
         """For what is drawn on the device."""
         self.host_chance = torch.Generator().manual_seed(seed)
 
+    def prepare(self, model: nn.Module) -> None:
+        """What comes before the training, in float32 and the same for every way."""
+
     def draw(self, model: nn.Module) -> Any:
         """The next batch; only tasks whose data the model makes look at it."""
         raise NotImplementedError

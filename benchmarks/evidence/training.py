@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Trainer:
         self.pair, self.device, self.dtype = pair, device, dtype_of(way)
         self.task = pair.build_task(device, seed, self.dtype)
         self.model = pair.build_network(device, seed)
+        self.task.prepare(self.model)
         self.optimizer = pair.build_optimizer(self.model)
         self.scaler = build_scaler(way, self.model, device.type)
         self.losses: list[Tensor] = []
@@ -228,8 +230,9 @@ def _scaling(trainer: Trainer) -> dict[str, Any]:
 def thin(losses: list[float], points: int = POINTS) -> list[list[float]]:
     """At most ``points`` pairs of a step and the mean loss since the one before."""
     width = math.ceil(len(losses) / points)
-    ends = [min(start + width, len(losses)) for start in range(0, len(losses), width)]
-    return [[end - 1, _mean(losses[max(end - width, 0) : end])] for end in ends]
+    parts = [losses[start : start + width] for start in range(0, len(losses), width)]
+    ends = accumulate(map(len, parts))
+    return [[end - 1, _mean(part)] for end, part in zip(ends, parts, strict=True)]
 
 
 def _mean(values: list[float]) -> float:
