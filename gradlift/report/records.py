@@ -16,10 +16,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradlift import schema
 from gradlift.formats import Format
 
 SCHEMA = 1
@@ -175,137 +176,54 @@ def decode(line: bytes) -> StepRecord | dict[str, Any]:
         raise ValueError("no record of gradlift's")
     version = row.pop(KEY)
     if type(version) is not int or version < 1:
-        raise ValueError(f"damaged: schema {_brief(version)}")
+        raise ValueError("damaged: its version is no number")
     if version > SCHEMA:
         raise ValueError(
             f"written by a newer gradlift: it needs one that reads schema {version}, and this one "
             f"reads up to {SCHEMA}"
         )
-    if "step" not in row:
-        return row
-    try:
-        return StepRecord(**_checked(row, _STEP, ("step", "scale")))
-    except ValueError as error:
-        raise ValueError(f"damaged: {str(error).lstrip('.')}") from None
+    return schema.read(_STEP, row, "record", "the line is damaged") if "step" in row else row
 
 
-def _brief(value: Any) -> str:
-    """A value of a stranger's, in a line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _or_not_finite(value: Any) -> float:
+    """A number, or the word for one that is not finite."""
+    return float(value) if value in ("inf", "-inf", "nan") else schema.number()(value)
 
 
-def _wrong(value: Any) -> ValueError:
-    """Each level above puts its own name before this."""
-    return ValueError(f" is {_brief(value)}")
+def _since(check: schema.Check, default: Any = None) -> schema.Since:
+    return schema.Since(check, default)
 
 
-def _checked(
-    row: Any, checks: Mapping[str, Callable[[Any], Any]], required: tuple[str, ...]
-) -> dict[str, Any]:
-    """The known entries of ``row``, each passed through its check; unknown ones are newer."""
-    if not isinstance(row, dict):
-        raise _wrong(row)
-    found = {}
-    for key, check in checks.items():
-        if row.get(key) is None:
-            if key in required:
-                raise ValueError(f".{key} is missing")
-            continue
-        try:
-            found[key] = check(row[key])
-        except ValueError as error:
-            raise ValueError(f".{key}{error}") from None
-    return found
-
-
-def _whole(low: int, high: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise _wrong(value)
-        return value
-
-    return check
-
-
-def _number(low: float, high: float, finite: bool = True) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
-        if not finite and value in ("inf", "-inf", "nan"):
-            return float(value)
-        # A whole number too large for a float is larger than ``high``.
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise _wrong(value)
-        return float(value)
-
-    return check
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _wrong(value)
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(value)
-    return value
-
-
-def _cause(value: Any) -> str:
-    if value not in CAUSES:
-        raise _wrong(value)
-    return value
-
-
-def _list(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def check_all(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise _wrong(value)
-        found = []
-        for index, entry in enumerate(value):
-            try:
-                found.append(check(entry))
-            except ValueError as error:
-                raise ValueError(f"[{index}]{error}") from None
-        return tuple(found)
-
-    return check_all
-
-
-def _module(value: Any) -> ModuleRecord:
-    shares = ("flushed", "subnormal", "overflowed")
-    return ModuleRecord(**_checked(value, _MODULE, ("name", "exponent", *shares)))
-
-
-def _plan(value: Any) -> PlanChange:
-    return PlanChange(**_checked(value, _PLAN, ("summary",)))
-
-
-_LARGEST = sys.float_info.max
 # Wider than any format's exponents, and narrow enough to draw.
-_EXPONENT = _whole(-5000, 5000)
-_SHARE = _number(0.0, 1.0)
-_PLAN = {"summary": _text, "reasons": _list(_text), "active": _whole(0, 2**31)}
-_MODULE = {
-    "name": _text,
-    "exponent": _EXPONENT,
+_EXPONENT = schema.whole(-5000, 5000)
+_SHARE = schema.number(0.0, 1.0)
+_PLAN = schema.open_record(
+    make=PlanChange,
+    summary=schema.text,
+    reasons=_since(schema.list_of(schema.text, make=tuple), ()),
+    active=_since(schema.whole(0), 0),
+)
+_MODULE = schema.open_record(
+    make=ModuleRecord,
+    name=schema.text,
+    exponent=_EXPONENT,
     **dict.fromkeys(("flushed", "subnormal", "overflowed"), _SHARE),
-    **dict.fromkeys(("low", "tenth", "median", "ninetieth", "high"), _EXPONENT),
-}
-_STEP = {
-    "step": _whole(0, 2**53),
-    "scale": _number(sys.float_info.min, _LARGEST),
-    "skipped": _flag,
-    "cause": _cause,
-    "grad_norm": _number(0.0, _LARGEST, finite=False),
-    "clip": _SHARE,
-    "skips": _whole(0, 2**53),
-    "where": _text,
-    "modules": _list(_module),
-    "plan": _plan,
-    "loss": _number(-_LARGEST, _LARGEST, finite=False),
-    "first_bad": _text,
-    "largest": _EXPONENT,
-    "time": _number(0.0, 2.0**40),
-}
+    **dict.fromkeys(("low", "tenth", "median", "ninetieth", "high"), _since(_EXPONENT)),
+)
+_STEP = schema.open_record(
+    make=StepRecord,
+    step=schema.whole(0),
+    scale=schema.number(sys.float_info.min),
+    skipped=_since(schema.flag, False),
+    cause=_since(schema.one_of(*CAUSES)),
+    grad_norm=_since(_or_not_finite),
+    clip=_since(_SHARE),
+    skips=_since(schema.whole(0), 0),
+    where=_since(schema.text),
+    modules=_since(schema.list_of(_MODULE, make=tuple), ()),
+    plan=_since(_PLAN),
+    loss=_since(_or_not_finite),
+    first_bad=_since(schema.text),
+    largest=_since(_EXPONENT),
+    time=_since(schema.number(0.0, 2.0**40)),
+)
