@@ -28,7 +28,7 @@ def test_a_state_that_is_not_damaged_is_valid_and_accepted(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_state_is_refused_or_truly_valid(name, data):
@@ -52,7 +52,7 @@ def test_a_damaged_state_is_refused_or_truly_valid(name, data):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_few_hundred_damaged_states():
-    assert outcomes(300, seed=0)[1] == []
+    assert outcomes(900, seed=0)[1] == []
 
 
 @pytest.mark.slow
