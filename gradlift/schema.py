@@ -139,7 +139,7 @@ def list_of(inner: Check, most: int | None = None, least: int = 0, make: Any = l
         if len(value) < least or (most is not None and len(value) > most):
             upper = "or more" if most is None else f"to {most}"
             raise Mismatch(f"a list of {least} {upper} entries", value)
-        return make([_inside(inner, entry, place) for place, entry in enumerate(value)])
+        return make([at(inner, entry, place) for place, entry in enumerate(value)])
 
     return check
 
@@ -151,7 +151,7 @@ def row(*inner: Check, make: Any = tuple) -> Check:
         if not isinstance(value, (list, tuple)) or len(value) != len(inner):
             raise Mismatch(f"a list of {len(inner)} entries", value)
         pairs = zip(inner, value, strict=True)
-        return make([_inside(one, entry, place) for place, (one, entry) in enumerate(pairs)])
+        return make([at(one, entry, place) for place, (one, entry) in enumerate(pairs)])
 
     return check
 
@@ -162,7 +162,7 @@ def dict_of(key: Check, inner: Check) -> Check:
     def check(value: Any) -> dict[Any, Any]:
         if not isinstance(value, Mapping):
             raise Mismatch("a dict", value)
-        return {key(name): _inside(inner, entry, name) for name, entry in value.items()}
+        return {key(name): at(inner, entry, name) for name, entry in value.items()}
 
     return check
 
@@ -210,7 +210,7 @@ def record(make: Any = dict, **entries: Check | Since) -> Check:
                     found[name] = inner.default
                     continue
                 inner = inner.inner
-            found[name] = _inside(inner, value[name], name)
+            found[name] = at(inner, value[name], name)
         return _made(make, found, value)
 
     return check
@@ -226,7 +226,7 @@ def versioned(**layouts: Check) -> Check:
             raise Mismatch("a dict", value)
         if "version" not in value:
             raise Mismatch("a dict with a version", Odd("one without"))
-        version = _inside(known, value["version"], "version")
+        version = at(known, value["version"], "version")
         rest = {name: entry for name, entry in value.items() if name != "version"}
         return layouts[f"v{version}"](rest)
 
@@ -250,9 +250,10 @@ def _made(make: Any, found: dict[str, Any], value: Any) -> Any:
         raise Mismatch(f"one that fits together ({error})", value) from None
 
 
-def _inside(inner: Check, value: Any, place: Any) -> Any:
+def at(inner: Check, value: Any, *place: Any) -> Any:
+    """What ``inner`` makes of the value that is at ``place``."""
     try:
         return inner(value)
     except Mismatch as found:
-        found.path = (place, *found.path)
+        found.path = (*place, *found.path)
         raise

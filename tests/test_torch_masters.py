@@ -234,7 +234,7 @@ SPOILED = {
     "no tensor": r"\['master'\] must be a tensor, got \[1.0\]",
     "missing moment": r"\['state'\]\[0\] must be a dict with .*exp_avg.*without",
     "shape of a moment": r"\['state'\]\[3\]\['exp_avg'\] must be of the parameter's shape \(4,\)",
-    "negative step": r"\['step'\] must be 0 or more",
+    "negative step": r"\['step'\] must be a finite number from 0 .*got -1.0",
     "lr": r"\['lr'\] must be a finite number, got nan",
     "negative lr": r"\[0\] must be what AdamW takes \(Invalid learning rate: -1.0\)",
     "betas": r"\['betas'\] must be 2 numbers",

@@ -159,7 +159,7 @@ class Agreeing(Remembering):
                 bad_loss,
                 cast(Tensor, self._scale),
                 cast(Tensor, self._growth_tracker),
-                self._settings_hash(),
+                self._settings_hash(squares is not None),
                 self._loads,
                 self._fingerprint(),
                 sums,
@@ -172,10 +172,10 @@ class Agreeing(Remembering):
         """Begin an agreement over a norm alone."""
         assert self._ranks is not None
         zero = torch.zeros((), device=squares.sums.device)
-        mine = message.Mine(zero, None, zero, zero, 0, 0, 0, *squares)
+        mine = message.Mine(zero, None, zero, zero, self._settings_hash(True), 0, 0, *squares)
         return message.Exchange(self._ranks, mine)
 
-    def _settings_hash(self) -> int:
+    def _settings_hash(self, clips: bool) -> int:
         policy = self._policy
         numbers = (
             policy.growth_factor,
@@ -185,6 +185,8 @@ class Agreeing(Remembering):
             bool(policy.consecutive_hysteresis),
             policy.min_scale,
             policy.max_scale,
+            # What the gradients are clipped to, where this agreement measures them for that.
+            -1.0 if self._max_norm is None or not clips else float(self._max_norm),
         )
         return hash(numbers) % 2**52  # of numbers, hence the same in every process
 

@@ -18,6 +18,11 @@ from torch import Tensor
 from gradlift.torch.step.readback import capturing
 from gradlift.torch.two_pass.two_pass import Phase
 
+SCALER_AS_ARGUMENT = (
+    "step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
+    "self.grad_scale and self.found_inf, two tensors, in step() instead, and drop the argument"
+)
+
 
 def supports(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

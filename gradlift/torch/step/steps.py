@@ -8,6 +8,7 @@ optimizer's flag in its state, for ``update``, and ``_last_found``, for whoever 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, cast
 
@@ -41,8 +42,9 @@ class Stepping(Agreeing):
     ) -> dict[torch.device, Tensor]:
         with torch.no_grad():
             self._checked = grads.collect_rows(optimizer, allow_fp16)
-            unscales = inv_scale is not self._one
-            self._note_scaled(optimizer, self._checked, unscales)
+            unscales = inv_scale is not getattr(self, "_one", None)
+            if self._scale is not None:  # somebody may call this before any loss was scaled
+                self._note_scaled(optimizer, self._checked, unscales)
             return grads.unscale_and_check_(self._checked[0], inv_scale, found_inf, unscales)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -70,6 +72,11 @@ class Stepping(Agreeing):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._ready(optimizer, "_check_inf_per_device")
         self._check(optimizer, self._one, True)
+        state = self._per_optimizer_states[id(optimizer)]
+        self._settle(state)
+        return state["found_inf_per_device"]
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         state = self._per_optimizer_states[id(optimizer)]
         self._settle(state)
         return state["found_inf_per_device"]
@@ -155,6 +162,7 @@ class Stepping(Agreeing):
                     f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
                     "call unscale_() and clip_grad_norm_() before step()"
                 )
+            warnings.warn(fused.SCALER_AS_ARGUMENT, FutureWarning, stacklevel=3)
             result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
             self._last_found = self._found(state)
             return result
@@ -351,6 +359,7 @@ class Stepping(Agreeing):
         self, optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
     ) -> Tensor:
         """Measure gradients that are ``scale`` times too large; what to multiply them by."""
+        self._max_norm = max_norm
         if self._join(optimizer) is not None:
             norm = self._norm_over_ranks(optimizer).float()
         else:

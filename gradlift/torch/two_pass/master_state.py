@@ -63,7 +63,6 @@ class _Reading:
     def __init__(self, optimizer: Optimizer, lows: dict[Tensor, Tensor]) -> None:
         self._kind = type(optimizer)
         self._groups = optimizer.param_groups
-        self._group_of = [g for g in self._groups for _ in g["params"]]
         self._params = [p for group in self._groups for p in group["params"]]
         self._lows = lows
 
@@ -72,17 +71,18 @@ class _Reading:
             raise Mismatch("a dict with the entries state and param_groups", value)
         keys = self._read_groups(value["param_groups"])
         place_of = {key: place for place, key in enumerate(keys)}
+        groups = [group for group in value["param_groups"] for _ in group["params"]]
         if not isinstance(value["state"], dict):
             raise Mismatch("a dict", value["state"], "state")
         state, masters = {}, {}
         for key, entries in value["state"].items():
             # A parameter's key is its place, or its name under torch.distributed.checkpoint.
-            if key in place_of:
-                entries = self._read_entries(entries, place_of[key], ("state", key))
-                if KEY in entries:
-                    masters[place_of[key]] = entries.pop(KEY)
-            elif not isinstance(key, str):
+            if key not in place_of:
                 raise Mismatch("a parameter of param_groups", key, "state")
+            place = place_of[key]
+            entries = self._read_entries(entries, place, groups[place], ("state", key))
+            if KEY in entries:
+                masters[place] = entries.pop(KEY)
             if entries:
                 state[key] = entries
         masters.update(self._read_old(value.get(OLD_KEY, {})))
@@ -118,7 +118,9 @@ class _Reading:
             _check_setting(group[name], mine, (*path, name))
         _check_ranges(self._kind, group, path)
 
-    def _read_entries(self, entries: Any, place: int, path: tuple) -> dict[str, Any]:
+    def _read_entries(
+        self, entries: Any, place: int, group: dict[str, Any], path: tuple
+    ) -> dict[str, Any]:
         if not isinstance(entries, dict):
             raise Mismatch("a dict", entries, *path)
         for name, value in entries.items():
@@ -126,7 +128,7 @@ class _Reading:
                 self._check_master(value, place, (*path, name))
             else:
                 _check_entry(name, value, self._params[place], (*path, name))
-        needed = _needed(self._kind, self._group_of[place])
+        needed = _needed(self._kind, group)
         missing = [name for name in needed if name not in entries]
         if missing and set(entries) - {KEY}:
             raise Mismatch(f"a dict with {needed}", schema.Odd(f"one without {missing}"), *path)
@@ -170,7 +172,9 @@ def _needed(kind: type[Optimizer], group: dict[str, Any]) -> list[str]:
 
 
 def _check_entry(name: str, value: Any, param: Tensor, path: tuple) -> None:
-    least = 0.0 if name == "step" or name.endswith("avg_sq") else -math.inf
+    least = 0.0 if name == "step" or str(name).endswith("avg_sq") else -math.inf
+    if name == "step" and isinstance(value, Tensor) and value.numel() == 1:
+        schema.at(schema.number(0.0, schema.LARGEST), local(value.detach()).item(), *path)
     if isinstance(value, Tensor):
         _check_finite(value, path, least)
         if value.shape != (torch.Size([]) if name == "step" else param.shape) and value.dim():
@@ -182,10 +186,10 @@ def _check_entry(name: str, value: Any, param: Tensor, path: tuple) -> None:
             raise Mismatch(f"of shape {tuple(param.shape)}", tuple(value.shape), *path)
     elif name in _LIKE_PARAM and not (value is None and name == "momentum_buffer"):
         raise Mismatch("a tensor", value, *path)
-    elif isinstance(value, (int, float)) and not least <= value < math.inf:
-        raise Mismatch("a finite number", value, *path)
-    elif name == "step" and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise Mismatch("a number of steps", value, *path)
+    elif name == "step" or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        schema.at(
+            schema.number(least, schema.LARGEST if name == "step" else math.inf), value, *path
+        )
 
 
 # State of torch's optimizers that lies like its parameter.
@@ -215,14 +219,12 @@ def _check_setting(value: Any, mine: Any, path: tuple) -> None:
         if value.numel() != 1 or isinstance(mine, bool) or not isinstance(mine, (float, Tensor)):
             raise Mismatch(f"of the kind of {mine!r}", value, *path)
         _check_finite(value, path)
-    elif isinstance(mine, bool):
-        # None: torch chooses, as for foreach and fused.
-        if not (value is None or isinstance(value, bool)):
+    elif isinstance(mine, bool) or path[-1] in ("foreach", "fused"):
+        # None for the latter two: torch chooses.
+        if not isinstance(value, bool) and not (value is None and path[-1] in ("foreach", "fused")):
             raise Mismatch("True or False", value, *path)
     elif isinstance(mine, (int, float, Tensor)):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise Mismatch("a finite number", value, *path)
+        schema.at(schema.number(), value, *path)
     elif isinstance(mine, str) and not isinstance(value, str):
         raise Mismatch("a string", value, *path)
 
