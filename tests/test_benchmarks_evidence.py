@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import digits, grpo, measures, sequences
-from benchmarks.evidence.measures import Boxes
-from benchmarks.evidence.pictures import DigitImages, targets_of, truth_of
+from benchmarks.evidence.tasks import digits, grpo, measures, sequences
+from benchmarks.evidence.tasks.measures import Boxes
+from benchmarks.evidence.tasks.pictures import DigitImages, targets_of, truth_of
 
 CPU = torch.device("cpu")
 SQUARE = [0.0, 0.0, 10.0, 10.0]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.evidence import cost, float8, fp8, underflow
+from benchmarks.evidence.networks import deep_tanh
+from benchmarks.evidence.pairs import BY_NAME
 from benchmarks.evidence.results import load
-from benchmarks.models import GPT_TINY, build_gpt, random_batches
+from benchmarks.models import GPT_TINY, GPTSize, build_gpt, random_batches
 from gradlift.formats import round_to
 
 CPU = torch.device("cpu")
@@ -89,7 +93,9 @@ def test_a_plan_gives_every_layer_its_exponent_and_leaves_the_model_alone():
     assert all(layer.dtype is E4M3 for layer in layers.values())
 
 
-def test_a_small_run_of_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_small_run_of_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tiny = replace(fp8.SMALL, size=GPTSize(1, 32, 2, 32, 256), rows=4, validation=1)
+    monkeypatch.setattr(fp8, "SMALL", tiny)
     arguments = ["--small", "--device", "cpu", "--steps", "2", "--seeds", "0"]
     ways = ["bf16", "e4m3-planned", "e5m2-current"]
     fp8.main([*arguments, "--only", *ways, "--out", str(tmp_path)])
@@ -117,14 +123,20 @@ def test_gpu_the_real_product_is_the_emulated_one(dtype: torch.dtype):
 # The other two commands.
 
 
-def test_underflow_by_layer(tmp_path: Path):
-    pair = ["--pair", "plain_cnn-digits", "--small", "--device", "cpu"]
+def test_underflow_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    deep = {"network": partial(deep_tanh, depth=60, gain=0.85)}
+    shrunk = replace(BY_NAME["deep_tanh-digits"], small=deep)
+    monkeypatch.setitem(BY_NAME, shrunk.name, shrunk)
+    pair = ["--pair", shrunk.name, "--small", "--device", "cpu"]
     underflow.main([*pair, "--steps", "3", "--ways", "fp16", "adaptive", "--out", str(tmp_path)])
     rows = {row["way"]: row for row in load(tmp_path / "underflow.jsonl")}
     assert set(rows) == {"fp16", "adaptive"}
-    assert len(rows["fp16"]["layers"]) == 11
+    assert len(rows["fp16"]["layers"]) == 61
+    first, last = "0.linear", "60"
+    assert rows["fp16"]["layers"][first][0] > 0.05
+    assert rows["fp16"]["layers"][last][0] < 0.01
     assert rows["adaptive"]["scale"] > 1
-    assert sum(rows["adaptive"]["all"]) < sum(rows["fp16"]["all"])
+    assert rows["adaptive"]["layers"][first][0] < 0.01
 
 
 def test_costs_of_every_way(tmp_path: Path):

@@ -25,7 +25,9 @@ def row(pair: str, way: str, seed: int, value: object, **more: object) -> Row:
 
 def rows_of(pair: str, **values: list[float]) -> list[Row]:
     ways = {way.replace("_", "-"): found for way, found in values.items()}
-    return [row(pair, way, s, value) for way, found in ways.items() for s, value in enumerate(found)]
+    return [
+        row(pair, way, s, value) for way, found in ways.items() for s, value in enumerate(found)
+    ]
 
 
 def one(**values: list[float]) -> Compared:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.evidence import run
+from benchmarks.evidence import run, workers
 from benchmarks.evidence.pairs import BY_NAME, PAIRS, shrink
 from benchmarks.evidence.results import Job, append, complete, load
 from benchmarks.evidence.training import Trainer, thin, train
@@ -177,14 +177,23 @@ def test_estimates_come_from_runs_then_from_times():
 
 # The command, in processes of its own.
 
-COMMAND = ["--small", "--device", "cpu", "--pairs", "deep_tanh-digits", "--ways", "float32", "torch"]
+COMMAND = [
+    "--small",
+    "--device",
+    "cpu",
+    "--pairs",
+    "deep_tanh-digits",
+    "--ways",
+    "float32",
+    "torch",
+]
 
 
 def test_a_killed_run_is_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Without a kill of processes: what is on file counts as done, and the rest is run."""
-    monkeypatch.setattr(run, "Worker", Inline)
+    monkeypatch.setattr(workers, "Worker", Inline)
     arguments = [*COMMAND, "--seeds", "0", "1", "--out", str(tmp_path)]
     run.main([*arguments, "--ways", "float32"])
     path = tmp_path / "runs.jsonl"
@@ -205,7 +214,7 @@ def test_a_killed_run_is_taken_up(
 
 
 def test_minutes_that_do_not_reach_begin_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "Worker", Inline)
+    monkeypatch.setattr(workers, "Worker", Inline)
     run.main([*COMMAND, "--out", str(tmp_path), "--minutes", "0.01"])
     assert load(tmp_path / "runs.jsonl") == []
 
@@ -221,7 +230,7 @@ class Inline:
 
     def begin(self, job: Job) -> None:
         self.job = job
-        self._other.send(run.perform(job, self.device, self.out))
+        self._other.send(workers.perform(job, self.device, self.out))
 
     def result(self) -> dict[str, object]:
         return self.pipe.recv()
@@ -232,7 +241,7 @@ class Inline:
 
 
 def test_processes_side_by_side_and_one_that_fails(tmp_path: Path):
-    side = run.Side(2, CPU, tmp_path)
+    side = workers.Side(2, CPU, tmp_path)
     (tmp_path / "records").mkdir()
     job = Job("deep_tanh-digits", "adaptive", 0, 3, True)
     wrong = Job("deep_tanh-digits", "no such way", 0, 3, True)

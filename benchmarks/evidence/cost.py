@@ -89,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = measure(pair, SMALL if arguments.small else FULL, arguments.device)
         append(arguments.out / "costs.jsonl", {**about, "small": arguments.small, **row})
         ratios = ", ".join(f"{way} {ratio}" for way, ratio in row["ratio"].items())
-        print(f"{name}: {row['step_ms']['torch']:.2f} ms; {ratios}; probes {row['probe_ms']}", flush=True)
+        print(
+            f"{name}: {row['step_ms']['torch']:.2f} ms; {ratios}; probes {row['probe_ms']}",
+            flush=True,
+        )
         free(arguments.device)
 
 

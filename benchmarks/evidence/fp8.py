@@ -101,9 +101,7 @@ class Trainer:
         # Plans are made from batches of their own: every way is trained on the same ones.
         self.planning = draw(text, settings, seed + 1000)
         fused = text.is_cuda
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.95), fused=fused
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), fused=fused)
         self.losses: list[Tensor] = []
         self.planning_s = 0.0
 
@@ -112,9 +110,7 @@ class Trainer:
         if self.kind not in ("one", "planned") or self.format is None:
             return
         start = time.perf_counter()
-        exponents = plan_exponents(
-            self.model, self.planning, self.format, self.kind == "planned"
-        )
+        exponents = plan_exponents(self.model, self.planning, self.format, self.kind == "planned")
         for name, layer in self.layers.items():
             layer.scale = torch.tensor(2.0 ** exponents[name], device=self.device)
         synchronize(self.device)
@@ -178,7 +174,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--small", action="store_true", help="a model for a CPU, emulated there")
     add("--steps", type=at_least(1), help="of each run (1000, small 200)")
     add("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="(0 1 2)")
-    add("--only", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}")
+    add(
+        "--only",
+        nargs="+",
+        default=list(WAYS),
+        choices=WAYS,
+        metavar="WAY",
+        help=f"of {', '.join(WAYS)}",
+    )
     add("--only-times", action="store_true", help="train nothing")
     add("--eager", action="store_true", help="casts as torch runs them, not compiled")
     add("--out", type=Path, default=OUT, metavar="FOLDER", help="(benchmarks/results/evidence)")
@@ -196,9 +199,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for settings_ in (settings,) if arguments.small else (settings, WIDE):
         row = take_times(settings_, text[0], 3, 2 if arguments.small else 12)
         append(target, {**about, "times": row})
-        print(f"width {row['width']}: " + ", ".join(f"{w} {t:.2f} ms" for w, t in row["step_ms"].items()), flush=True)
+        print(
+            f"width {row['width']}: "
+            + ", ".join(f"{w} {t:.2f} ms" for w, t in row["step_ms"].items()),
+            flush=True,
+        )
         free(device)
-    done = {(row["way"], row["seed"], row["steps"]) for row in load(target) if "way" in row and row["small"] == arguments.small}
+    done = {
+        (row["way"], row["seed"], row["steps"])
+        for row in load(target)
+        if "way" in row and row["small"] == arguments.small
+    }
     for seed in () if arguments.only_times else arguments.seeds:
         for way in arguments.only:
             if (way, seed, settings.steps) not in done:

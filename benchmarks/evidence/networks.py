@@ -71,9 +71,7 @@ def mixtral(
     return MixtralForCausalLM(config)
 
 
-def _decoder(
-    vocabulary: int, width: int, layers: int, heads: int, context: int
-) -> dict[str, Any]:
+def _decoder(vocabulary: int, width: int, layers: int, heads: int, context: int) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,

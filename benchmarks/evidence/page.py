@@ -31,7 +31,13 @@ def sections(folder: Path, drawn: Path) -> dict[str, str]:
     costs = load(folder / "costs.jsonl")
     apart, alike = [p for p in pairs if p.differs], [p for p in pairs if not p.differs]
 
-    def pictured(text: str, name: str, what: str, draw: Callable[..., None], of: Sequence[Compared] | Sequence[Row]) -> str:
+    def pictured(
+        text: str,
+        name: str,
+        what: str,
+        draw: Callable[..., None],
+        of: Sequence[Compared] | Sequence[Row],
+    ) -> str:
         if not of:
             return text
         drawn.mkdir(exist_ok=True)
@@ -41,12 +47,30 @@ def sections(folder: Path, drawn: Path) -> dict[str, str]:
     full_costs = [row for row in costs if not row.get("small")]
     return {
         "summary": tables.summary(pairs),
-        "trains": pictured(tables.trains(pairs), "trains", "Measures by way, where they differ", figures.draw_measures, apart),
-        "skips": pictured(tables.skips(pairs), "skips", "Skipped steps by way", figures.draw_skips, pairs),
-        "float32": pictured(tables.matches(pairs), "curves", "Training losses", figures.draw_curves, pairs),
-        "same": pictured(tables.same(pairs), "same", "Measures by way, where none is worse", figures.draw_measures, alike),
+        "trains": pictured(
+            tables.trains(pairs),
+            "trains",
+            "Measures by way, where they differ",
+            figures.draw_measures,
+            apart,
+        ),
+        "skips": pictured(
+            tables.skips(pairs), "skips", "Skipped steps by way", figures.draw_skips, pairs
+        ),
+        "float32": pictured(
+            tables.matches(pairs), "curves", "Training losses", figures.draw_curves, pairs
+        ),
+        "same": pictured(
+            tables.same(pairs),
+            "same",
+            "Measures by way, where none is worse",
+            figures.draw_measures,
+            alike,
+        ),
         "loses": tables.loses(pairs),
-        "cost": pictured(tables.cost(costs), "cost", "A step's time", figures.draw_cost, full_costs),
+        "cost": pictured(
+            tables.cost(costs), "cost", "A step's time", figures.draw_cost, full_costs
+        ),
         "paper": tables.paper_measures(pairs),
         "underflow": tables.underflow(load(folder / "underflow.jsonl")),
         "grpo": tables.grpo(pairs),

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from benchmarks.evidence import networks
-from benchmarks.evidence.diffusion import DigitNoise, NoiseNet
-from benchmarks.evidence.grpo import TOKENS, Counting
 from benchmarks.evidence.networks import vision
-from benchmarks.evidence.pictures import CLASSES, DigitBoxes, DigitImages, DigitMasks
-from benchmarks.evidence.sequences import SYMBOLS, Denoise, NextByte, Tones, tokens_of
-from benchmarks.evidence.task import Task
+from benchmarks.evidence.tasks.diffusion import DigitNoise, NoiseNet
+from benchmarks.evidence.tasks.grpo import TOKENS, Counting
+from benchmarks.evidence.tasks.pictures import CLASSES, DigitBoxes, DigitImages, DigitMasks
+from benchmarks.evidence.tasks.sequences import SYMBOLS, Denoise, NextByte, Tones, tokens_of
+from benchmarks.evidence.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ PAIRS = (
         small={"rows": 1, "of_task": FEW_SCENES}, needs="torchvision",
     ),
     Pair(
-        "convnext_tiny-digits", DigitImages, 
+        "convnext_tiny-digits", DigitImages,
         partial(vision, "convnext_tiny", stochastic_depth_prob=0.0),
         "adamw", 1e-3, rows=64, steps=300, options={"weight_decay": 0.05},
         of_task={"pixels": 64}, small={"of_task": {"pixels": 32}}, needs="torchvision",

@@ -16,23 +16,19 @@ bf16, torch, adaptive, adaptive-one and zhao2019, and of the best static scale.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from benchmarks.command import ROOT, Command, at_least, find_environment, tell
-from benchmarks.evidence.pairs import BY_NAME, PAIRS, Pair, shrink
+from benchmarks.evidence.pairs import PAIRS, Pair, shrink
 from benchmarks.evidence.results import Job, Row, append, badness, complete, load, main_measure
 from benchmarks.evidence.ways import EVERY_SEED, STATIC, WAYS
+from benchmarks.evidence.workers import Side
 
 OUT = ROOT / "benchmarks" / "results" / "evidence"
 TIMED = {"float32": "float32", "bf16": "bf16", "adaptive": "adaptive", "zhao2019": "zhao2019"}
@@ -45,12 +41,6 @@ GIVE_UP = 3
 
 
 # What is to be done.
-
-
-def sized(job: Job) -> Pair:
-    """The pair of a run, at its size."""
-    pair = BY_NAME[job.pair]
-    return replace(shrink(pair) if job.small else pair, steps=job.steps)
 
 
 def wanted(pair: Pair, asked: Plan, done: Mapping[Job, Row]) -> Iterator[Job]:
@@ -117,119 +107,6 @@ def estimate(job: Job, done: Mapping[Job, Row], times: Sequence[Row]) -> float |
     return None
 
 
-# Processes that train.
-
-
-def serve(pipe: Connection, device: str, out: Path, threads: int) -> None:
-    """In a process of its own: one run after the other, until told to end or until one fails.
-
-    After a failure the device may be in any state, so the process ends with it.
-    """
-    torch.set_num_threads(threads)
-    while (job := pipe.recv()) is not None:
-        try:
-            row = perform(job, torch.device(device), out)
-        except Exception as error:
-            pipe.send({"error": f"{type(error).__name__}: {error}"[:500]})
-            raise
-        pipe.send(row)
-
-
-def perform(job: Job, device: torch.device, out: Path) -> Row:
-    """One run, and what its line holds beside the job."""
-    from benchmarks.evidence.training import free, train
-
-    record = out / "records" / f"{job.name}.jsonl"
-    pair = sized(job)
-    try:
-        found = train(pair, job.way, job.seed, device, record)
-    finally:
-        free(device)
-    config = {"optimizer": pair.optimizer, "rate": pair.rate, "rows": pair.rows,
-              "warm": pair.warm, "clip": pair.clip,
-              "options": dict(pair.options), "task": pair.task.__name__,
-              "of_task": dict(pair.of_task)}  # fmt: skip
-    name = record.name if record.exists() else None
-    return {"config": config, **found, "record": name}
-
-
-class Worker:
-    """A process that trains, seen from outside."""
-
-    def __init__(self, device: torch.device, out: Path, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        arguments = (other, str(device), out, threads)
-        self.process = context.Process(target=serve, args=arguments, daemon=True)
-        self.process.start()
-        other.close()
-        self.job: Job | None = None
-
-    def begin(self, job: Job) -> None:
-        """Give it a run."""
-        self.job = job
-        self.pipe.send(job)
-
-    def result(self) -> Row:
-        """What came of it; that the process died is a result as well."""
-        try:
-            return self.pipe.recv()
-        except (EOFError, OSError):
-            self.process.join()
-            return {"error": f"the process ended with {self.process.exitcode}"}
-
-    def end(self) -> None:
-        """After its run, if it has one."""
-        try:
-            self.pipe.send(None)
-        except OSError:
-            pass
-        self.pipe.close()
-
-
-class Side:
-    """Several workers side by side.
-
-    Args:
-        count: of processes.
-        device: that all of them use.
-        out: the folder of results.
-    """
-
-    def __init__(self, count: int, device: torch.device, out: Path) -> None:
-        self.count, self.device, self.out = count, device, out
-        self.threads = 2 if device.type == "cuda" else 1
-        self.busy: dict[Any, Worker] = {}
-        self.idle: list[Worker] = []
-
-    @property
-    def running(self) -> set[Job]:
-        """Runs under way."""
-        return {worker.job for worker in self.busy.values() if worker.job is not None}
-
-    def begin(self, job: Job) -> None:
-        """On an idle process, or on a new one."""
-        worker = self.idle.pop() if self.idle else Worker(self.device, self.out, self.threads)
-        worker.begin(job)
-        self.busy[worker.pipe] = worker
-
-    def results(self) -> Iterator[tuple[Job, Row]]:
-        """Wait for one run at least."""
-        for pipe in wait(list(self.busy)):
-            worker = self.busy.pop(pipe)
-            assert worker.job is not None
-            job, row = worker.job, worker.result()
-            (worker.end() if "error" in row else self.idle.append(worker))
-            yield job, row
-
-    def close(self) -> None:
-        """End them all; runs under way are lost."""
-        for worker in self.idle:
-            worker.end()
-        for worker in self.busy.values():
-            worker.process.terminate()
-
-
 def run(plan: Plan, side: Side, minutes: float, times: Sequence[Row], about: Row) -> None:
     """Do what is wanted until it is done or the time does not reach for more."""
     start, target = time.monotonic(), side.out / "runs.jsonl"
@@ -257,7 +134,8 @@ def run(plan: Plan, side: Side, minutes: float, times: Sequence[Row], about: Row
 def describe(job: Job, row: Row, plan: Plan, spent: float, minutes: float) -> str:
     """A line of progress."""
     done = sum(job in plan.done for job in plan.jobs())
-    head = f"[{done}/{len(plan.jobs())}, {spent:.1f} of {minutes:g} min] {job.pair}, {job.way}, seed {job.seed}: "
+    head = f"[{done}/{len(plan.jobs())}, {spent:.1f} of {minutes:g} min] {job.pair}, {job.way}"
+    head += f", seed {job.seed}: "
     if "error" in row:
         return f"{head}failed: {row['error']}"
     value = f"{row['measure']} {main_measure(row):.4g}"
@@ -291,7 +169,9 @@ def take_times(plan: Plan, side: Side, about: Row) -> None:
 
 def table(plan: Plan, times: Sequence[Row], jobs: int) -> str:
     """Minutes of each cell, seeds together, and what is left of them."""
-    lines = [f"{'minutes':22}" + "".join(f"{way:>13}" for way in plan.ways) + f"{'all':>9}{'left':>9}"]
+    lines = [
+        f"{'minutes':22}" + "".join(f"{way:>13}" for way in plan.ways) + f"{'all':>9}{'left':>9}"
+    ]
     total = rest = 0.0
     for pair in plan.pairs:
         cost = {job: estimate(job, plan.done, times) for job in wanted(pair, plan, plan.done)}
@@ -304,7 +184,8 @@ def table(plan: Plan, times: Sequence[Row], jobs: int) -> str:
             cells.append(f"{sum(own):12.2f}{guessed}")
         total, rest = total + sum(known.values()), rest + left
         lines.append(f"{pair.name:22}{''.join(cells)}{sum(known.values()):9.1f}{left:9.1f}")
-    lines.append(f"{total:.1f} minutes in all and {rest:.1f} left, {rest / jobs:.1f} with {jobs} side by side; ? is a guess")
+    side = f"{rest / jobs:.1f} with {jobs} side by side"
+    lines.append(f"{total:.1f} minutes in all and {rest:.1f} left, {side}; ? is a guess")
     return "\n".join(lines)
 
 
@@ -327,10 +208,22 @@ def build_parser() -> Command:
     parser = Command(__doc__, device="best")
     names = [pair.name for pair in PAIRS]
     add = parser.add_argument
-    add("--pairs", nargs="+", default=names, choices=names, metavar="PAIR",
-        help=f"of {', '.join(names)}")
-    add("--ways", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY",
-        help=f"of {', '.join(WAYS)}")
+    add(
+        "--pairs",
+        nargs="+",
+        default=names,
+        choices=names,
+        metavar="PAIR",
+        help=f"of {', '.join(names)}",
+    )
+    add(
+        "--ways",
+        nargs="+",
+        default=list(WAYS),
+        choices=WAYS,
+        metavar="WAY",
+        help=f"of {', '.join(WAYS)}",
+    )
     add("--seeds", nargs="+", type=at_least(0), default=[0, 1, 2], help="(0 1 2)")
     add("--steps", type=at_least(2), help="of each run (each pair's own)")
     add("--jobs", type=at_least(1), default=1, help="processes side by side (%(default)s)")

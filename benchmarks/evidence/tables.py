@@ -61,7 +61,9 @@ def trains(pairs: Sequence[Compared]) -> str:
         cells = [value(pair.cells.get(way), pair.worse(way, "float32")) for way in SHOWN]
         rows.append((pair.pair, pair.measure, *cells))
     text = table(("", "measure", *map(name, SHOWN)), rows)
-    return f"{text}\n\nMean [least, greatest] over seeds; bold: worse than float32 beyond the spread."
+    return (
+        f"{text}\n\nMean [least, greatest] over seeds; bold: worse than float32 beyond the spread."
+    )
 
 
 def skips(pairs: Sequence[Compared]) -> str:
@@ -75,7 +77,9 @@ def skips(pairs: Sequence[Compared]) -> str:
         steps = next(iter(pair.cells.values())).rows[0]["steps"]
         rows.append((pair.pair, str(steps), *shown))
     text = table(("", "steps", *map(name, (*SCALED, BEST))), rows)
-    return f"{text}\n\nSkipped steps, mean over seeds: in all / after the first tenth of the training."
+    return (
+        f"{text}\n\nSkipped steps, mean over seeds: in all / after the first tenth of the training."
+    )
 
 
 def matches(pairs: Sequence[Compared]) -> str:
@@ -144,7 +148,9 @@ def summary(pairs: Sequence[Compared]) -> str:
     """The first sentence of the page."""
     if not pairs:
         return NONE
-    won = [p.pair for p in pairs if p.worse("torch", "float32") and not p.worse("adaptive", "float32")]
+    won = [
+        p.pair for p in pairs if p.worse("torch", "float32") and not p.worse("adaptive", "float32")
+    ]
     lost = [p.pair for p in pairs if p.worse("adaptive", "float32")]
     if won:
         said = (f"Of {len(pairs)} trainings, torch's dynamic scaling ended worse than float32 in "
@@ -181,7 +187,15 @@ def interval(ratio: Row) -> str:
 
 def paper_measures(pairs: Sequence[Compared]) -> str:
     """Its reported numbers, and ours under the same heads."""
-    head = ("", "float32", "scale 1", "fixed scales", "dynamic", "adaptive, the paper's rule", "adaptive, ours")
+    head = (
+        "",
+        "float32",
+        "scale 1",
+        "fixed scales",
+        "dynamic",
+        "adaptive, the paper's rule",
+        "adaptive, ours",
+    )
     rows: list[Sequence[str]] = [(f"paper: {first}", *rest, "") for first, *rest in PAPER]
     for pair in pairs:
         if pair.pair.startswith(("ssd", "retinanet", "resnet", "plain_cnn", "deeplab")):
@@ -201,10 +215,14 @@ def underflow(rows: Sequence[Row]) -> str:
     first = rows[0]["pair"]
     rows = [row for row in rows if row["pair"] == first]
     body = [("all", *(_shares(row["all"]) for row in rows))]
-    body += [(layer, *(_shares(row["layers"][layer]) for row in rows)) for layer in rows[0]["layers"]]
+    body += [
+        (layer, *(_shares(row["layers"][layer]) for row in rows)) for layer in rows[0]["layers"]
+    ]
     head = [f"{name(row['way'])}, 2^{math.log2(row['scale']):.0f}" for row in rows]
-    said = (f"{first} after {rows[0]['steps']} steps: share of elements lost of a layer's output's "
-            f"gradient / of its weight's, at the loss scale in the head; {taken(rows)}.")  # fmt: skip
+    said = (
+        f"{first} after {rows[0]['steps']} steps: share of elements lost of a layer's output's "
+        f"gradient / of its weight's, at the loss scale in the head; {taken(rows)}."
+    )
     return f"{table((first, *head), body)}\n\n{said}"
 
 
@@ -234,19 +252,42 @@ def _mean(cell: Cell, key: str) -> str:
 def fp8(rows: Sequence[Row]) -> str:
     """Loss by way, and step times by size."""
     runs = [row for row in rows if "way" in row]
-    times = latest([{**row, "width": row["times"]["width"]} for row in rows if "times" in row], "width")
+    times = latest(
+        [{**row, "width": row["times"]["width"]} for row in rows if "times" in row], "width"
+    )
     if not runs and not times:
         return NONE
-    ways = list(dict.fromkeys([*(row["way"] for row in runs), *(w for t in times for w in t["times"]["step_ms"])]))
+    ways = list(
+        dict.fromkeys(
+            [*(row["way"] for row in runs), *(w for t in times for w in t["times"]["step_ms"])]
+        )
+    )
     body = []
     for way in ways:
-        losses = list({row["seed"]: number(row["validation"]) for row in runs if row["way"] == way}.values())
-        loss = f"{statistics.fmean(losses):.4f} [{min(losses):.4f}, {max(losses):.4f}]" if losses else ""
-        cells = [f"{t['times']['step_ms'][way]:.2f} ms, {interval(t['times']['to_bf16'][way])}" for t in times]
-        saved = [interval(t["times"]["to_current"][way]) if way in t["times"]["to_current"] else "" for t in times]
+        losses = list(
+            {row["seed"]: number(row["validation"]) for row in runs if row["way"] == way}.values()
+        )
+        loss = (
+            f"{statistics.fmean(losses):.4f} [{min(losses):.4f}, {max(losses):.4f}]"
+            if losses
+            else ""
+        )
+        cells = [
+            f"{t['times']['step_ms'][way]:.2f} ms, {interval(t['times']['to_bf16'][way])}"
+            for t in times
+        ]
+        saved = [
+            interval(t["times"]["to_current"][way]) if way in t["times"]["to_current"] else ""
+            for t in times
+        ]
         body.append((way, loss, *cells, *saved))
     widths = [f"width {row['width']}" for row in times]
-    head = ("", "validation loss", *(f"step, and to bf16; {w}" for w in widths), *(f"to current; {w}" for w in widths))
+    head = (
+        "",
+        "validation loss",
+        *(f"step, and to bf16; {w}" for w in widths),
+        *(f"to current; {w}" for w in widths),
+    )
     return f"{table(head, body)}\n\n{taken([*runs, *times])}."
 
 
@@ -260,19 +301,22 @@ def ran(pairs: Sequence[Compared]) -> str:
         config = rows[0]["config"]
         clip = f", clip {config['clip']:g}" if config["clip"] else ""
         schedule = "warm-up and cosine" if config["warm"] else "constant"
-        body.append((pair.pair, f"{config['optimizer']} {config['rate']:g}, {schedule}{clip}",
-                     f"{rows[0]['steps']} x {config['rows']}",
-                     f"{statistics.median(row['seconds'] for row in rows):.0f} s", taken(rows)))  # fmt: skip
+        how = f"{config['optimizer']} {config['rate']:g}, {schedule}{clip}"
+        size = f"{rows[0]['steps']} x {config['rows']}"
+        seconds = statistics.median(row["seconds"] for row in rows)
+        body.append((pair.pair, how, size, f"{seconds:.0f} s", taken(rows)))
     return table(("", "optimizer", "steps x rows", "a run", "taken"), body)
 
 
 def taken(rows: Sequence[Row]) -> str:
     """Hardware, version, commits, dates."""
+
     def every(key: str, cut: Callable[[str], str] = str) -> str:
         return ", ".join(sorted({cut(row[key]) for row in rows}))
 
     versions = f"torch {every('torch')}, Python {every('python')}"
-    return f"{every('device')}, {versions}, commit {every('commit')}, {every('date', lambda d: d[:10])}"
+    when = every("date", lambda date: date[:10])
+    return f"{every('device')}, {versions}, commit {every('commit')}, {when}"
 
 
 def latest(rows: Sequence[Row], key: str) -> list[Row]:

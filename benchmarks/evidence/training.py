@@ -247,4 +247,3 @@ def _peak(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return round(torch.cuda.max_memory_allocated(device) / 2**20)
-

@@ -5,8 +5,8 @@ float32's of the same weights and activations (see ``benchmarks/flushed.py``). F
 weights: the share of the elements of its output's gradient, and of its weight's, that are zero in
 fp16 and not in float32. One line for each way goes to ``underflow.jsonl`` below ``--out``.
 
-    PYTHONPATH=. python3 benchmarks/evidence/underflow.py                     a minute on an H200
-    PYTHONPATH=. python3 benchmarks/evidence/underflow.py --small --device cpu --pair plain_cnn-digits
+    PYTHONPATH=. python3 benchmarks/evidence/underflow.py                   a minute on an H200
+    PYTHONPATH=. python3 benchmarks/evidence/underflow.py --small --device cpu --pair llama-bytes
 """
 
 from __future__ import annotations
@@ -82,15 +82,29 @@ def describe(row: Row) -> str:
     """The layers that lose most."""
     worst = sorted(row["layers"].items(), key=lambda item: -max(item[1]))[:3]
     shown = ", ".join(f"{name} {out:.2%} / {own:.2%}" for name, (out, own) in worst)
-    return f"{row['way']:14}scale {row['scale']:g}; all {row['all'][0]:.3%} / {row['all'][1]:.3%}; {shown}"
+    of_all = " / ".join(f"{share:.3%}" for share in row["all"])
+    return f"{row['way']:14}scale {row['scale']:g}; all {of_all}; {shown}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
     parser = Command(__doc__, device="best")
     add: Any = parser.add_argument
-    add("--pair", choices=list(BY_NAME), default="ssd300-boxes", metavar="PAIR", help="(%(default)s)")
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}")
+    add(
+        "--pair",
+        choices=list(BY_NAME),
+        default="ssd300-boxes",
+        metavar="PAIR",
+        help="(%(default)s)",
+    )
+    add(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        metavar="WAY",
+        help=f"of {', '.join(WAYS)}",
+    )
     add("--steps", type=at_least(1), default=STEPS, help="before anything is counted (%(default)s)")
     add("--small", action="store_true", help="sizes for a CPU")
     add("--out", type=Path, default=OUT, metavar="FOLDER", help="(benchmarks/results/evidence)")

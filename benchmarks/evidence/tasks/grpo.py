@@ -1,9 +1,9 @@
 """A language model rewarded for counting: GRPO with a sampler that is a copy in half precision.
 
 The model has first been shown some right answers, as language models have been before they are
-rewarded. A prompt is two digits, a start and a stride; the answer that earns 1 continues by that stride,
-modulo ten, and each right digit earns its share. For every prompt a group of answers is drawn, and
-an answer's advantage is its reward beside its group's.
+rewarded. A prompt is two digits, a start and a stride; the answer that earns 1 continues by that
+stride, modulo ten, and each right digit earns its share. For every prompt a group of answers is
+drawn, and an answer's advantage is its reward beside its group's.
 
 The sampler is what an inference engine would be: weights cast to the half-precision format, one
 token at a time with a cache, no autocast. The trainer has float32 weights under autocast. Both
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.evidence.task import Task
+from benchmarks.evidence.tasks.task import Task
 
 DIGITS = 10
 TOKENS = 16

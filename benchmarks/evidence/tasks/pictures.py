@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.evidence import digits
-from benchmarks.evidence.digits import Images, Scenes
-from benchmarks.evidence.measures import Boxes, confusion, mean_average_precision, mean_overlap
-from benchmarks.evidence.task import Task
+from benchmarks.evidence.tasks import digits
+from benchmarks.evidence.tasks.digits import Images, Scenes
+from benchmarks.evidence.tasks.measures import (
+    Boxes,
+    confusion,
+    mean_average_precision,
+    mean_overlap,
+)
+from benchmarks.evidence.tasks.task import Task
 
 CLASSES = 11
 """Ten digits and the background, which is 0."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.evidence.measures import sliced_distance
-from benchmarks.evidence.pictures import images_on
-from benchmarks.evidence.task import Task
+from benchmarks.evidence.tasks.measures import sliced_distance
+from benchmarks.evidence.tasks.pictures import images_on
+from benchmarks.evidence.tasks.task import Task
 
 
 class DigitNoise(Task):
@@ -41,9 +41,7 @@ class DigitNoise(Task):
         """Digits (rows, 1, 8, 8) from -1 to 1, times (rows,), noise like the digits."""
         images, _ = images_on(self.device, held_out=False)
         digits = 2 * images[self.pick(len(images)), None] - 1
-        times = torch.randint(
-            self.times, (self.rows,), generator=self.chance, device=self.device
-        )
+        times = torch.randint(self.times, (self.rows,), generator=self.chance, device=self.device)
         return digits, times, self._noise(self.rows, self.chance)
 
     def _noise(self, rows: int, chance: torch.Generator) -> Tensor:
@@ -111,9 +109,7 @@ class NoiseNet(nn.Module):
         self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
         self.middle = nn.ModuleList(TimedBlock(2 * width, 2 * width, time) for _ in range(2))
         self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
-        self.after = nn.ModuleList(
-            TimedBlock(inputs, width, time) for inputs in (2 * width, width)
-        )
+        self.after = nn.ModuleList(TimedBlock(inputs, width, time) for inputs in (2 * width, width))
         self.norm = nn.GroupNorm(8, width)
         self.leave = nn.Conv2d(width, 1, 3, padding=1)
         nn.init.zeros_(self.leave.weight)

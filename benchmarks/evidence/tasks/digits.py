@@ -133,5 +133,7 @@ def paste(shapes: Tensor, boxes: Tensor, pixels: int) -> Tensor:
     x = 2 * (centre - boxes[:, 0, None]) / (boxes[:, 2] - boxes[:, 0])[:, None] - 1
     y = 2 * (centre - boxes[:, 1, None]) / (boxes[:, 3] - boxes[:, 1])[:, None] - 1
     n = len(boxes)
-    grid = torch.stack([x[:, None].expand(n, pixels, pixels), y[:, :, None].expand(n, pixels, pixels)], -1)
+    grid = torch.stack(
+        [x[:, None].expand(n, pixels, pixels), y[:, :, None].expand(n, pixels, pixels)], -1
+    )
     return F.grid_sample(shapes[:, None], grid, align_corners=False)[:, 0]

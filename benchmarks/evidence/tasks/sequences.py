@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.eight_bit import read_text
-from benchmarks.evidence.measures import error_rate, read_ctc
-from benchmarks.evidence.task import Task
+from benchmarks.evidence.tasks.measures import error_rate, read_ctc
+from benchmarks.evidence.tasks.task import Task
 
 BYTES = 256
 
@@ -106,12 +106,10 @@ class Denoise(_Text):
         return self.context // STRETCH
 
     def batch_of(self, windows: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What the encoder reads, (rows, marks * 19), and what is to be said, (rows, marks * 4 + 1)."""
+        """What the encoder reads, (rows, marks * 19); what is said, (rows, marks * 4 + 1)."""
         stretches = windows.view(self.rows, self.marks, STRETCH)
         shape = (self.rows, self.marks, 1)
-        begin = torch.randint(
-            STRETCH - SPAN + 1, shape, generator=chance, device=self.device
-        )
+        begin = torch.randint(STRETCH - SPAN + 1, shape, generator=chance, device=self.device)
         marks = BYTES + torch.arange(self.marks, device=self.device).view(1, -1, 1)
         return hide(stretches, begin, marks), reveal(stretches, begin, marks)
 

@@ -52,6 +52,4 @@ class Task:
 
     def pick(self, count: int) -> Tensor:
         """Rows of a data set of ``count``: int64 (rows,), on the device."""
-        return torch.randint(
-            count, (self.rows,), generator=self.chance, device=self.device
-        )
+        return torch.randint(count, (self.rows,), generator=self.chance, device=self.device)
