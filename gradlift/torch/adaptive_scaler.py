@@ -33,13 +33,13 @@ from gradlift.torch import checkpoint, settings
 from gradlift.torch.adaptive import adaptive_state
 from gradlift.torch.adaptive import emulate as emulation
 from gradlift.torch.adaptive.adaptive_state import STATE_KEY, Saved
+from gradlift.torch.adaptive.controller import DELAY, Piloted
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.narrow import Narrow
-from gradlift.torch.adaptive.piloting import DELAY, Piloted
 from gradlift.torch.adaptive.step_record import Pending
+from gradlift.torch.captured_step import Captured
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.ranks.adaptive_ranks import Talk
-from gradlift.torch.step.captured_step import Captured
 from gradlift.torch.step.readback import InFlight, Remarks, capturing
 from gradlift.zhao2019 import Zhao2019
 

@@ -23,11 +23,11 @@ from torch.amp.grad_scaler import OptState
 from gradlift.policy import Policy
 from gradlift.torch import settings
 from gradlift.torch.step import after_step, closures, fused
+from gradlift.torch.step.device_scale import fresh_optimizer_state
 from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.recorder import Recorder, attach
-from gradlift.torch.step.state import fresh_optimizer_state
-from gradlift.torch.step.steps import Stepping
 from gradlift.torch.step.update import CONSECUTIVE, SKIPPED, UPDATES, update_
+from gradlift.torch.step.ways import Stepping
 
 
 class GradScaler(Stepping):

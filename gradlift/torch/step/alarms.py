@@ -12,7 +12,7 @@ from gradlift.torch.step.overflow_report import describe
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, COUNTS, FLOOR
 
 if TYPE_CHECKING:
-    from gradlift.torch.step.state import Remembering
+    from gradlift.torch.step.device_scale import Remembering
 
 BAD_LOSS_ADVICE = (
     "gradlift: the loss is inf or NaN before it is scaled, so the forward pass itself overflowed "

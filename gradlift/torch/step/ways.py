@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.ranks import ownership
-from gradlift.torch.ranks.agreeing import Agreeing
+from gradlift.torch.ranks.agreement import Agreeing
 from gradlift.torch.step import closures, fused, grads
 from gradlift.torch.step.overflow_report import Peaks
 from gradlift.torch.step.update import has_triton

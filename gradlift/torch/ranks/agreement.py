@@ -19,8 +19,8 @@ from torch import Tensor
 from gradlift.torch.ranks import groups, message, ownership
 from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.step import grads
+from gradlift.torch.step.device_scale import Remembering
 from gradlift.torch.step.readback import Counts
-from gradlift.torch.step.state import Remembering
 
 
 class Agreeing(Remembering):
