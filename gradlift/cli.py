@@ -253,7 +253,7 @@ def _watch(arguments: argparse.Namespace) -> None:
         raise Mistake(f"{arguments.path} is a folder; name the file that record_to writes")
     view = watch.watch(arguments.path, console, once=arguments.once)
     if arguments.json:
-        print(json.dumps(records._jsonable(view.to_dict())))
+        print(json.dumps(records.jsonable(view.to_dict())))
 
 
 # Demo.

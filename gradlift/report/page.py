@@ -16,7 +16,7 @@ from typing import Any
 
 from gradlift.report import charts
 from gradlift.report.diagnosis import shorten
-from gradlift.report.records import Run, _jsonable
+from gradlift.report.records import Run, jsonable
 from gradlift.report.summary import ModuleSummary, Summary, summarize
 
 WORST = 12
@@ -40,7 +40,7 @@ def write(runs: Sequence[Run], format: str = "html") -> bytes:
     if format == "md":
         return markdown(runs, summaries).encode()
     if format == "json":
-        told = _jsonable({"runs": [summary.to_dict() for summary in summaries]})
+        told = jsonable({"runs": [summary.to_dict() for summary in summaries]})
         return (json.dumps(told, indent=1, allow_nan=False) + "\n").encode()
     if format == "png":
         return charts.png(runs, summaries)

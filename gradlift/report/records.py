@@ -175,15 +175,16 @@ def encode(record: StepRecord) -> bytes:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(_jsonable(row), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return json.dumps(jsonable(row), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """``value`` with what JSON has no number for as a string: ``"nan"``, ``"inf"``, ``"-inf"``."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(entry) for key, entry in value.items()}
-    return [_jsonable(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    return [jsonable(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _without_none(row: Mapping[str, Any]) -> dict[str, Any]:

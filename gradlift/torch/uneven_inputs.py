@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from gradlift.torch import for_trainers
 from gradlift.torch.scaler import GradScaler
 
 
@@ -47,7 +48,7 @@ class UnevenInputs(Joinable):
                     "UnevenInputs(scaler, first, second, ...) takes optimizers one by one, got "
                     f"{type(optimizer).__name__!r} among them"
                 )
-        if scaler._process_group is None:
+        if for_trainers.process_group(scaler) is None:
             raise ValueError(
                 "the scaler has no process_group, so its ranks decide alone and a rank without "
                 "batches cannot follow the others: GradScaler(..., process_group=group)"
@@ -64,7 +65,7 @@ class UnevenInputs(Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        return self._scaler._process_group
+        return for_trainers.process_group(self._scaler)
 
 
 class _EmptySteps(JoinHook):
@@ -84,5 +85,5 @@ class _EmptySteps(JoinHook):
         scaler.scale(torch.zeros((), device=self._device))
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-            scaler.step(optimizer, max_norm=scaler._max_norm)
+            scaler.step(optimizer, max_norm=for_trainers.last_max_norm(scaler))
         scaler.update()

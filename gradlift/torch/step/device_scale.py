@@ -1,234 +1,217 @@
-"""What the scaler remembers: its policy, its state on the device, and both in a checkpoint.
+"""The scale and its counters, on the device of the first loss, and the policy that moves them.
 
-The policy is the one place that holds the numbers; torch's private names for them read and
-write it. State on the device is made lazily, on the device of the first loss.
+The policy is the one place that holds the numbers. The tensors are made lazily, when it is known
+where: until then, and in a pickle, there are the numbers that they start from.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
-from gradlift.policy import Policy, ScaleState, Static
-from gradlift.torch import checkpoint, settings
-from gradlift.torch.step.after_step import SchedulerClock
-from gradlift.torch.step.alarms import Reactions
-from gradlift.torch.step.grads import Buckets, Rows
-from gradlift.torch.step.loss import LossWatch
-from gradlift.torch.step.overflow_report import OverflowLog, Report
+from gradlift.policy import Policy, ScaleState, Static, numbers
 from gradlift.torch.step.readback import Counts
-from gradlift.torch.step.update import COUNTS, SKIPPED, UPDATES
+from gradlift.torch.step.update import CONSECUTIVE, COUNTS, SKIPPED, UPDATES, update_
 
 
-class Remembering(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` less its stages, which ``GradScaler`` adds."""
+class DeviceScale:
+    """The scale of one scaler.
 
-    # Steps after which all is known of a step that a record of it tells.
-    _record_delay = 0
+    Args:
+        policy: what moves it.
+    """
 
-    def __init__(
-        self,
-        device: str,
-        policy: Policy,
-        enabled: bool,
-        model: torch.nn.Module | None,
-        max_consecutive_skips: int | None,
-    ) -> None:
-        if enabled:
-            settings.check_device(device)
-        super().__init__(device, policy.init_scale, enabled=enabled)
-        if not self._enabled:
-            self._scale = self._growth_tracker = None
-        self._policy = policy
-        self._overflow = OverflowLog(model)
-        self._reactions = Reactions(max_consecutive_skips)
-        self._per_optimizer_states = defaultdict(fresh_optimizer_state)
-        self._init_hysteresis_tracker = policy.hysteresis
-        self._init_skipped_steps = 0
-        self._loaded_clocks: list[list[bool]] = []
-        self._loads = 0
-        self._forget_device()
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.init_scale = policy.init_scale
+        self.init_growth_tracker = 0
+        self.init_hysteresis_tracker = policy.hysteresis
+        self.init_skipped_steps = 0
+        self._without_tensors()
 
-    @property
-    def policy(self) -> Policy:
-        """The policy in force."""
-        return self._policy
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped up to the last ``update()``; waits for the device."""
-        if self._counts is not None:
-            self._reactions.to(self._counts.tolist(), self)
-        return self._count_skipped()
-
-    def _count_skipped(self) -> int:
-        return self._init_skipped_steps if self._counts is None else int(self._counts[SKIPPED])
-
-    def overflow_report(self) -> Report:
-        """``(name, inf, nan)`` for each gradient that held an inf or a NaN in the last overflow,
-        in the optimizer's order; empty if there was none."""
-        return self._overflow.report()
-
-    # The five numbers under torch's names; the policy is the one place that holds them.
-
-    @property
-    def _growth_factor(self) -> float:
-        return self._policy.growth_factor
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self._change("growth_factor", value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self._policy.backoff_factor
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self._change("backoff_factor", value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self._policy.growth_interval
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self._change("growth_interval", value)
-
-    def _change(self, name: str, value: Any) -> None:
-        if "_policy" not in self.__dict__:  # torch's __init__ assigns its defaults first
-            return
-        if isinstance(self._policy, Static):
-            raise ValueError(f"a Static scale has no {name} to change; use policy=Dynamic(...)")
-        self._policy = replace(self._policy, **{name: value})
-
-    # State on the device.
-
-    def _forget_device(self) -> None:
-        """Without anything that lives on a device or belongs to the iteration under way."""
-        self._hysteresis_tracker: Tensor | None = None
-        self._counts: Tensor | None = None
-        self._last_found: Tensor | None = None
-        # Whether the last step was skipped, where the host had to find out anyway.
-        self._known_skip: bool | None = None
-        self._skips: WeakKeyDictionary[Any, tuple[Tensor | None, bool | None]] = WeakKeyDictionary()
-        self._grad_norm: Tensor | None = None
-        self.slow_step_reason: str | None = None
-        """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
-        self._losses = LossWatch()
-        self._checked: tuple[Buckets, Rows] | None = None
+    def _without_tensors(self) -> None:
+        self.scale: Tensor | None = None
+        """0-d float32."""
+        self.growth_tracker: Tensor | None = None
+        """0-d int32."""
+        self.hysteresis_tracker: Tensor | None = None
+        """0-d int32."""
+        self.counts: Tensor | None = None
+        """int32 [COUNTS], see ``update.py``."""
         self._readback = Counts()
-        self._max_norm: float | None = None
-        self._recorders: tuple[Any, ...] = ()
-        self._clocks: WeakKeyDictionary[Any, SchedulerClock] = WeakKeyDictionary()
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._make_counters(dev)
+    # Where it is.
 
-    def _make_counters(self, dev: torch.device) -> None:
-        patience = self._init_hysteresis_tracker
-        self._hysteresis_tracker = torch.full((), patience, dtype=torch.int32, device=dev)
-        self._counts = torch.zeros(COUNTS, dtype=torch.int32, device=dev)
-        self._counts[SKIPPED].fill_(self._init_skipped_steps)
-        self._updates = self._counts[UPDATES]
-        self._reactions.forget()
-        self._zero = torch.zeros((), dtype=torch.float32, device=dev)
-        self._one = torch.ones((), dtype=torch.float32, device=dev)
+    def make(self, device: torch.device | str) -> None:
+        """Put everything on ``device``."""
+        assert self.growth_tracker is None, "_growth_tracker initialized before _scale"
+        self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+        start = self.init_growth_tracker
+        self.growth_tracker = torch.full((), start, dtype=torch.int32, device=device)
+        self._make_counters()
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        # torch's text; written again because torch.compile does not trace torch's own.
-        for name in ("_scale", "_growth_tracker"):
-            if getattr(self, name) is None:
+    def _make_counters(self) -> None:
+        assert self.scale is not None
+        device = self.scale.device
+        patience = self.init_hysteresis_tracker
+        self.hysteresis_tracker = torch.full((), patience, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(COUNTS, dtype=torch.int32, device=device)
+        self.counts[SKIPPED].fill_(self.init_skipped_steps)
+        self.updates = self.counts[UPDATES]
+        """0-d int32, a view: how many updates there were."""
+        self.zero = torch.zeros((), dtype=torch.float32, device=device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
+
+    def require(self, caller: str) -> ScaleState:
+        """The three tensors that the rule moves; torch's ``AssertionError`` if there are none."""
+        for name, tensor in (("_scale", self.scale), ("_growth_tracker", self.growth_tracker)):
+            if tensor is None:
                 raise AssertionError(
-                    f"Attempted {funcname} but {name} is None.  This may indicate your script did "
+                    f"Attempted {caller} but {name} is None.  This may indicate your script did "
                     "not use scaler.scale(loss or outputs) earlier in the iteration."
                 )
-        return cast(Tensor, self._scale), cast(Tensor, self._growth_tracker)
+        if self.counts is None or self.hysteresis_tracker is None:
+            self._make_counters()  # somebody assigned _scale and _growth_tracker
+        return ScaleState(self.scale, self.growth_tracker, self.hysteresis_tracker)
 
-    def _device_state(self, caller: str) -> tuple[ScaleState, Tensor]:
-        scale, growth_tracker = self._check_scale_growth_tracker(caller)
-        if self._counts is None or self._hysteresis_tracker is None:
-            self._make_counters(scale.device)  # somebody assigned _scale and _growth_tracker
-        state = ScaleState(scale, growth_tracker, self._hysteresis_tracker)
-        return state, cast(Tensor, self._counts)
+    @property
+    def device(self) -> torch.device:
+        """Where it is, once it is somewhere."""
+        assert self.scale is not None
+        return self.scale.device
+
+    # How it moves.
+
+    def update_(self, found_inf: Tensor, bad_loss: Tensor) -> None:
+        """Let the policy choose the next scale; see ``update.update_``."""
+        update_(self.policy, self.require("update"), self.counts, found_inf, bad_loss)  # type: ignore[arg-type]
+
+    def set_(self, new_scale: Any, found_inf: Tensor, device_type: str) -> None:
+        """Set the scale to what the user gave to ``update()``, and count the step.
+
+        Args:
+            new_scale: a number, or a tensor with one element.
+            found_inf: 0-d float32: how many optimizers found an inf or a NaN.
+            device_type: that a tensor must be on.
+        """
+        self._fill(new_scale, device_type)
+        counts, found = self.counts, found_inf.int()
+        assert counts is not None
+        counts[SKIPPED] += found
+        counts[CONSECUTIVE] = torch.where(found > 0, counts[CONSECUTIVE] + 1, 0)
+        counts[UPDATES] += 1
+
+    def _fill(self, new_scale: Any, device_type: str) -> None:
+        scale = self.scale
+        assert scale is not None
+        low, high = self.policy.min_scale, self.policy.max_scale
+        if isinstance(new_scale, Tensor):
+            if (
+                new_scale.device.type != device_type
+                or new_scale.numel() != 1
+                or new_scale.requires_grad
+            ):
+                raise AssertionError(
+                    "new_scale should be a number or a 1-element tensor with requires_grad=False "
+                    f"on a {device_type!r} device, got {new_scale!r}"
+                )
+            value = new_scale.reshape(()).to(scale.device, torch.float32)
+            usable = (value >= low) & (value <= high)
+            scale.copy_(torch.where(usable, value, scale))
+            return
+        if isinstance(new_scale, bool) or not isinstance(new_scale, (int, float)):
+            raise ValueError(f"new_scale must be a number or a tensor, got {new_scale!r}")
+        if not low <= new_scale <= high:
+            raise ValueError(
+                f"new_scale must lie between min_scale={low!r} and max_scale={high!r}, got "
+                f"{new_scale!r}"
+            )
+        scale.fill_(float(new_scale))
+
+    def lower_(self) -> bool:
+        """Back off now, waiting for the device; False at the floor."""
+        state = self.require("step")
+        scale = state.scale.item()
+        lowered = max(scale * self.policy.backoff_factor, self.policy.min_scale)
+        if lowered >= scale:
+            return False
+        state.scale.fill_(lowered)
+        state.growth_tracker.zero_()
+        return True
+
+    def shift_(self, exponent: int) -> None:
+        """Multiply the scale by ``2**exponent``, within the policy's bounds."""
+        assert self.scale is not None
+        # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
+        self.scale.mul_(2.0**exponent).clamp_(self.policy.min_scale, self.policy.max_scale)
+
+    def change_policy(self, name: str, value: Any) -> None:
+        """One of the policy's numbers, changed under torch's name for it."""
+        if isinstance(self.policy, Static):
+            raise ValueError(f"a Static scale has no {name} to change; use policy=Dynamic(...)")
+        self.policy = replace(self.policy, **{name: value})
+
+    # What the host may know.
+
+    def arrived_counts(self) -> list[int] | None:
+        """The counters, when some have arrived; to be asked once after every update."""
+        assert self.counts is not None
+        return self._readback.tick(self.counts)
+
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        return self.init_skipped_steps if self.counts is None else int(self.counts[SKIPPED])
+
+    def hysteresis_left(self) -> int:
+        """Overflows that may still pass before the scale backs off; waits for the device."""
+        tracker = self.hysteresis_tracker
+        return self.init_hysteresis_tracker if tracker is None else int(tracker)
+
+    def settings_hash(self) -> int:
+        """From 0 to 2**52; of numbers, hence the same in every process."""
+        return hash(numbers(self.policy)) % 2**52
 
     # Checkpoints.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Torch's five entries and one more, ``"gradlift"``; primitives only, ``{}`` if disabled.
+    def load(
+        self,
+        policy: Policy,
+        scale: float,
+        growth_tracker: int,
+        hysteresis_tracker: int,
+        skipped_steps: int,
+    ) -> None:
+        """Go on from these numbers."""
+        self.policy = policy
+        self.init_scale, self.init_growth_tracker = scale, growth_tracker
+        self.init_skipped_steps = skipped_steps
+        if self.scale is not None and self.growth_tracker is not None:
+            self.scale.fill_(scale)
+            self.growth_tracker.fill_(growth_tracker)
+        self.refill(hysteresis_tracker)
 
-        Call it after ``update()``. torch's own class can load it.
-        """
-        if not self._enabled:
-            return {}
-        tracker = self._hysteresis_tracker
-        own = {
-            "hysteresis_tracker": (
-                self._init_hysteresis_tracker if tracker is None else int(tracker.item())
-            ),
-            "skipped_steps": self._count_skipped(),
-            "scheduler_flags": [
-                *(clock.pending() for clock in self._clocks.values()),
-                *self._loaded_clocks[len(self._clocks) :],
-            ],
-        }
-        return checkpoint.write(self._policy, self.get_scale(), self._get_growth_tracker(), own)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this class or of torch's. A damaged one is refused with a
-        ``ValueError`` (an empty one with torch's ``RuntimeError``) and changes nothing."""
-        if not self._enabled:
-            return
-        if isinstance(state_dict, dict) and not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
-        loaded = checkpoint.read(state_dict, self._policy)
-        self._loads += 1
-        self._policy = loaded.policy
-        self._init_scale = loaded.scale
-        self._init_growth_tracker = loaded.growth_tracker
-        self._init_hysteresis_tracker = loaded.hysteresis_tracker
-        self._init_skipped_steps = loaded.skipped_steps
-        self._clocks, self._loaded_clocks = WeakKeyDictionary(), loaded.scheduler_flags
-        if self._scale is not None and self._growth_tracker is not None:
-            self._scale.fill_(loaded.scale)
-            self._growth_tracker.fill_(loaded.growth_tracker)
-            self._refill_counters()
-
-    def _refill_counters(self) -> None:
-        if self._counts is not None and self._hysteresis_tracker is not None:
-            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
-            self._counts.zero_()
-            self._counts[SKIPPED].fill_(self._init_skipped_steps)
+    def refill(self, hysteresis_tracker: int) -> None:
+        """The counters from the start."""
+        self.init_hysteresis_tracker = hysteresis_tracker
+        if self.counts is not None and self.hysteresis_tracker is not None:
+            self.hysteresis_tracker.fill_(hysteresis_tracker)
+            self.counts.zero_()
+            self.counts[SKIPPED].fill_(self.init_skipped_steps)
             self._readback = Counts()
-            self._reactions.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if self._enabled:
-            own = self.state_dict()[checkpoint.OWN_KEY]
-            state["_init_hysteresis_tracker"] = own["hysteresis_tracker"]
-            state["_init_skipped_steps"] = own["skipped_steps"]
-            state["_loaded_clocks"] = own["scheduler_flags"]
-        blank = object.__new__(type(self))
-        blank._forget_device()
-        dropped = {"_zero", "_one", "_updates", *blank.__dict__}
-        return {name: value for name, value in state.items() if name not in dropped}
+        scale, tracker = self.scale, self.growth_tracker
+        return {
+            "policy": self.policy,
+            "init_scale": self.init_scale if scale is None else scale.item(),
+            "init_growth_tracker": self.init_growth_tracker if tracker is None else int(tracker),
+            "init_hysteresis_tracker": self.hysteresis_left(),
+            "init_skipped_steps": self.skipped_steps(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._forget_device()
-        super().__setstate__(state)
-
-
-def fresh_optimizer_state() -> dict[str, Any]:
-    """What is known of an optimizer at the start of an iteration."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
+        self.__dict__.update(state)
+        self._without_tensors()

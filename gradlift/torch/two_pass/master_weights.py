@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -117,7 +117,7 @@ class MasterWeights(Optimizer):
                 loss = closure()
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
-        phase = Phase.of(self)
+        phase = TwoPassStep.of(self)
         reason = phase.gather()
         if reason is None:
             one = torch.ones((), device=self.masters[0].device)
