@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from gradlift.torch.step.grads import local
 from gradlift.torch.two_pass import master_state
 from gradlift.torch.two_pass.reference import follow_
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -137,7 +137,7 @@ class MasterWeights(Optimizer):
                 loss = closure()
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
-        phase = Phase.of(self)
+        phase = TwoPassStep.of(self)
         reason = phase.gather()
         if reason is None:
             one = torch.ones((), device=self.masters[0].device)
