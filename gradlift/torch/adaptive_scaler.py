@@ -36,6 +36,7 @@ from gradlift.torch.adaptive.adaptive_state import STATE_KEY
 from gradlift.torch.adaptive.controller import DELAY, Controller
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.model_identity import is_same
+from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.scaler import GradScaler
@@ -88,6 +89,7 @@ class AdaptiveGradScaler(GradScaler):
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
+        forward: ``"mend"`` or a ``ForwardGuard``, as for ``GradScaler``.
         process_group: the ranks that must decide alike, as for ``GradScaler``. In a job of
             several ranks a model that implies none is refused at the first step.
     """
@@ -108,6 +110,7 @@ class AdaptiveGradScaler(GradScaler):
         enabled: bool = True,
         linear: Iterable[type] = (),
         process_group: Any = None,
+        forward: str | ForwardGuard | None = None,
     ) -> None:
         settings.check_adaptive(model, interval, init_scale, layerwise, rule)
         check_limits(tolerance, headroom)
@@ -120,7 +123,12 @@ class AdaptiveGradScaler(GradScaler):
             max_scale=2.0**96,
         )
         super().__init__(
-            device, enabled=enabled, policy=policy, model=model, process_group=process_group
+            device,
+            enabled=enabled,
+            policy=policy,
+            model=model,
+            process_group=process_group,
+            forward=forward,
         )
         pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule, BACKOFF_BITS)
         self._closed = False

@@ -205,6 +205,8 @@ class Controller:
         """What a recorder cannot see for itself: probes, and plans with their reason."""
         modules = arrived.modules(record.exponent, self.engine) if probed else ()
         moved = shift or self.pilot.offsets != self.engine.offsets
+        if record.amax is not None:
+            recorder.measured(self.step_number - record.step, record.amax)
         if modules:
             recorder.probed(self.step_number - record.step, modules)
         if moved and self.pilot.plan is not None:
