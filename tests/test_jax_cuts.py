@@ -19,7 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from gradlift import Dynamic, Static
 from gradlift import jax as gl
-from gradlift.jax.cuts import adopt, count_exponents, cut, layerwise
+from gradlift.jax.cuts import adopt, layerwise
+from gradlift.jax.evaluation import count_exponents
+from gradlift.jax.marks import cut
 from gradlift.jax.modules import cut_modules
 from gradlift.plan import Plan
 
@@ -210,38 +212,6 @@ def test_components_of_a_chain_run_from_the_loss():
     ]
     cuts = [(c.name, c.downstream, c.upstream) for c in traced.graph.cuts]
     assert cuts == [("layer 0", 2, 3), ("layer 1", 1, 2), ("layer 2", 0, 1)]
-
-
-def inside_scan(ws, x):
-    def body(h, w):
-        return cut(jnp.tanh(h @ w), "body"), jnp.sum(h)
-
-    h, sums = jax.lax.scan(body, cut(x @ ws[0], "before"), jnp.stack(ws))
-    return jnp.mean(cut(h, "after") ** 2) + jnp.mean(sums)
-
-
-def inside_cond(ws, x):
-    h = cut(jnp.tanh(x @ ws[0]), "before")
-    h = jax.lax.cond(jnp.sum(x) > 0, lambda h: cut(h @ ws[1], "yes"), lambda h: cut(-h, "no"), h)
-    return jnp.mean(cut(h, "after") ** 2)
-
-
-@pytest.mark.parametrize(
-    ("fun", "inside"),
-    [(inside_scan, {"body": "inside scan"}), (inside_cond, {"yes": "inside cond", "no": "cond"})],
-)
-def test_cuts_inside_a_loop_or_a_branch_are_neutral_and_say_so(fun, inside):
-    ws, run = matrices(3), layerwise(fun)
-    traced = run.trace(ws, X)
-    for name, reason in inside.items():
-        assert reason in traced.neutral[name]
-    count = len(traced.graph.components)
-    assert {c.name for c in traced.graph.cuts} <= {"before", "after"}
-    assert traced.graph.cuts
-    grads = jax.grad(fun)(ws, X)
-    for seed in range(3):
-        offsets = random_offsets(count, seed)
-        assert_equal_trees(run.value_and_grad(STATE, offsets, ws, X).grads, grads)
 
 
 def by_hand(ws, x):

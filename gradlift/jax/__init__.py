@@ -23,7 +23,8 @@ except ImportError as error:
         "gradlift.jax needs jax, which is not installed: pip install 'gradlift[jax]'"
     ) from error
 
-from gradlift.jax.cuts import Layerwise, adopt, cut, layerwise
+from gradlift.jax.cuts import Layerwise, adopt, layerwise
+from gradlift.jax.marks import cut
 from gradlift.jax.state import (
     LossScaleState,
     ValueAndGrad,

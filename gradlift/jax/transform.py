@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradlift.jax.axes import AxisName
 from gradlift.jax.state import (
-    AxisName,
     LossScaleState,
-    _at_least_float32,
-    _inexact,
+    at_least_float32,
+    inexact,
     all_finite,
     init,
     select,
@@ -104,7 +104,7 @@ def scale_state(opt_state: Any) -> LossScaleState:
 
 
 def _float32(params: Any) -> Any:
-    return jax.tree.map(lambda p: _at_least_float32(p) if _inexact(p) else p, params)
+    return jax.tree.map(lambda p: at_least_float32(p) if inexact(p) else p, params)
 
 
 def _optax() -> Any:
