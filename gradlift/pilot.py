@@ -49,6 +49,9 @@ class Record:
     overflow: bool
     bad_loss: bool = False
     """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
+    went_on: int | None = None
+    """The exponent that the device went on with, where it predicts by itself; None where the
+    pilot does."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,14 @@ class Pilot:
         return self._owners
 
     @property
+    def limit(self) -> int | None:
+        """The most that exponent plus largest parameter gradient may come to; None for any.
+
+        For a device that predicts by itself, see ``forecast.predict``.
+        """
+        return self._limit if self.plan is None or self._at_stake else None
+
+    @property
     def searching(self) -> bool:
         """Whether nothing is known yet, or the last probe had something out of sight."""
         return not self._history or 0 < self._in_a_row < MOST_IN_A_ROW
@@ -159,14 +170,19 @@ class Pilot:
                 overflow.
             blind: whether no probe can ever be taken, so that parameters must tell all.
         """
-        expected = record.exponent + self._shifted_since(record.step)
+        known = record.exponent if record.went_on is None else record.went_on
+        expected = known + self._shifted_since(record.step)
         self._history = [*self._history, None if record.overflow else record.amax][-PATIENCE:]
         if survey is not None and not record.bad_loss:
             target = self._planned(record, now, survey)
             if record.overflow:
                 target = min(target, expected)
         elif record.overflow:
-            target = expected if record.bad_loss else self._backed_off(record, now, overflowed)
+            target = expected
+            if not record.bad_loss:
+                target = self._backed_off(record, now, overflowed, expected)
+        elif record.went_on is not None:
+            target = expected
         else:
             target = self._predicted(expected, blind)
         target = min(max(target, MIN_EXPONENT), MAX_EXPONENT)
@@ -224,11 +240,13 @@ class Pilot:
             self._offsets.update(dict.fromkeys(component.modules, offset))
         return self.plan
 
-    def _backed_off(self, record: Record, now: int, overflowed: Sequence[str]) -> int:
+    def _backed_off(
+        self, record: Record, now: int, overflowed: Sequence[str], expected: int
+    ) -> int:
         """An overflow in a step without a probe: lower it where the first parameters show it."""
         self.next_probe = min(self.next_probe, now + 1)
         if self.plan is None or self._graph is None:
-            return record.exponent + self._shifted_since(record.step)
+            return expected
         hit = {self._owners[name] for name in overflowed if name in self._owners}
         depth = _depths(self._graph)
         first = min((depth.get(i, 0) for i in hit), default=0)
@@ -241,8 +259,7 @@ class Pilot:
                 zip(self._graph.components, self.plan.offsets, strict=True)
             )
         ]
-        chosen = self._choose(record, self._graph, histograms).global_exponent
-        return min(chosen, record.exponent + self._shifted_since(record.step))
+        return min(self._choose(record, self._graph, histograms).global_exponent, expected)
 
     def _wait(self, now: int) -> int:
         """Early on gradients change fast: look at twice the step, then at every interval.

@@ -89,7 +89,21 @@ class Layerwise:
 
         Args:
             *args: as for ``fun``; ``jax.ShapeDtypeStruct`` will do.
+
+        Raises:
+            ValueError: there is no cut.
         """
+        traced = self.trace_any(*args)
+        if not traced.graph.cuts and not traced.neutral:
+            raise ValueError(
+                "the loss function has no cut, so that layerwise has nothing to give an exponent: "
+                "mark places with gradlift.jax.cut(x, name), or wrap it with "
+                "gradlift.jax.modules.cut_modules(loss_fn, model)"
+            )
+        return traced
+
+    def trace_any(self, *args: Any) -> Traced:
+        """``trace``, with or without a cut."""
         closed, out = jax.make_jaxpr(self.fun, return_shape=True)(*args)
         loss_of(out, self.has_aux)
         program = flatten(closed)
@@ -108,7 +122,7 @@ class Layerwise:
             offsets: int32, shape (components,): exponents relative to the loss's.
             *args: as for ``fun``.
         """
-        return self.trace(*args).run(offsets, None, args)
+        return self.trace_any(*args).run(offsets, None, args)
 
     def value_and_grad(self, state: LossScaleState, offsets: jax.Array, *args: Any) -> ValueAndGrad:
         """One step; the gradients are true ones whatever the offsets.
@@ -135,7 +149,7 @@ class Layerwise:
         """
         check_state(state, "probe(state, offsets, *args)", (offsets, *args))
         args = differing(args, self.argnums, self.axis_name)
-        traced = self.trace(*args)
+        traced = self.trace_any(*args)
         tally = jnp.zeros((len(traced.analysis.sites), BINS), jnp.float32)
 
         def scaled(tally: jax.Array, chosen: tuple[Any, ...]) -> tuple[jax.Array, Any]:
@@ -193,12 +207,6 @@ class Traced:
             raise ValueError(
                 f"offsets of shape {jnp.shape(offsets)} do not fit a loss function of {count} "
                 "components: trace and plan it again"
-            )
-        if not self.graph.cuts and not self.neutral:
-            raise ValueError(
-                "the loss function has no cut, so that layerwise has nothing to give an exponent: "
-                "mark places with gradlift.jax.cut(x, name), or wrap it with "
-                "gradlift.jax.modules.cut_modules(loss_fn, model)"
             )
         if isinstance(offsets, jax.core.Tracer):
             return

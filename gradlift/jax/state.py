@@ -187,8 +187,8 @@ def update(
 def select(finite: jax.Array, new: Tree, old: Tree) -> Tree:
     """``new`` where the step may be taken, ``old`` where it is skipped, leaf by leaf.
 
-    Every leaf keeps the dtype that it has in ``old``: true gradients are float32, and half-precision
-    parameters would otherwise become it.
+    Every leaf keeps the dtype that it has in ``old``: true gradients are float32, and
+    half-precision parameters would otherwise become it.
     """
 
     def leaf(n: Any, o: Any) -> jax.Array:

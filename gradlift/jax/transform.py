@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from gradlift.jax.axes import AxisName
 from gradlift.jax.state import (
     LossScaleState,
+    all_finite,
     at_least_float32,
     inexact,
-    all_finite,
     init,
     select,
     unscale,
