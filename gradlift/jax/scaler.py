@@ -266,6 +266,7 @@ class Adaptive:
             if saved["version"] != VERSION:
                 raise ValueError(f"version {saved['version']!r} is unknown; this is {VERSION}")
             loaded = {n: _loaded(n, x, state) for n, x in saved["arrays"].items()}
+            bins = state.bins if saved["probing"] else None
             waiting = [Arrived.from_dict(data) for data in saved["waiting"]]
             pilot.load(saved["pilot"])
             self._steps, self._seen, self._looked = (
@@ -277,7 +278,6 @@ class Adaptive:
         self._queue.extend(waiting)
         self._offsets = tuple(np.asarray(loaded["offsets"]).tolist())
         own = {name: loaded.pop(name) for name in _ARRAYS}
-        bins = state.bins if saved["probing"] else None
         scale = state.loss_scale.replace(**loaded)
         return state.replace(loss_scale=scale, bins=bins, **own)
 

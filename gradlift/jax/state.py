@@ -89,7 +89,8 @@ def init(policy: Policy | None = None) -> LossScaleState:
         >>> float(update(state, jnp.array(False)).scale)
         4.0
     """
-    return _state(checked(policy), checked(policy).init())
+    policy = checked(policy)
+    return _state(policy, policy.init())
 
 
 def checked(policy: Any) -> Policy:
@@ -283,7 +284,15 @@ def check_floor(state: LossScaleState) -> None:
     Raises:
         FloatingPointError: with ``on_floor="raise"``.
     """
+    state = plain(state)
     react(state.policy, float(state.scale), bool(state.finite), state)
+
+
+def plain(state: LossScaleState) -> LossScaleState:
+    """A state whose fields are arrays; Flax's nnx puts each of them into a Variable."""
+    check_state(state, "check_floor(state)")
+    fields = {name: jax.tree.leaves(getattr(state, name)) for name in LEAVES}
+    return state.replace(**{name: found[0] for name, found in fields.items() if found})
 
 
 def from_flax(dynamic_scale: Any) -> LossScaleState:
