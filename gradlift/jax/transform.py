@@ -106,8 +106,8 @@ def scale_state(opt_state: Any) -> LossScaleState:
     found = _scales(opt_state)
     if any(_scales(node) for node in _held_back(opt_state)):
         raise ValueError(
-            "optax.apply_if_finite is around gradlift.jax.loss_scaled and keeps every overflow from "
-            "it, so that the scale never backs off: leave it out, or put it inside"
+            "optax.apply_if_finite is around gradlift.jax.loss_scaled and keeps every overflow "
+            "from it, so that the scale never backs off: leave it out, or put it inside"
         )
     if len(found) != 1:
         raise ValueError(
