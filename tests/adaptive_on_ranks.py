@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
-from gradlift.torch.adaptive_ranks import gathered, overflowed_anywhere
-from gradlift.torch.distributed import Ranks
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.ranks.adaptive_ranks import gathered, overflowed_anywhere
+from gradlift.torch.ranks.groups import Ranks
 
 SCALE = 2.0**10
 

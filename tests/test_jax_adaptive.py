@@ -23,10 +23,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradlift import Dynamic
 from gradlift import jax as gl
-from gradlift.forecast import predict
 from gradlift.jax import records
 from gradlift.jax.scaler import LOOK
-from gradlift.pilot import PATIENCE
+from gradlift.plan.forecast import predict
+from gradlift.plan.pilot import PATIENCE
 
 if "XLA_FLAGS" not in os.environ:  # the script below asks for eight
     jax.config.update("jax_num_cpu_devices", 2)
@@ -296,14 +296,14 @@ def test_a_damaged_checkpoint_is_refused():
     scaler = gl.adaptive(loss_fn)
     saved = scaler.to_dict(run(scaler, scaler.init(PARAMS, X, 1.0), 4)[0])
     for key in saved:
-        with pytest.raises(ValueError, match="damaged"):
+        with pytest.raises(ValueError, match="adaptive scaler"):
             gl.adaptive(loss_fn).from_dict(
                 {k: v for k, v in saved.items() if k != key}, PARAMS, X, 1.0
             )
     fewer = jax.tree.map(lambda x: x[:5], PARAMS)
     with pytest.raises(ValueError, match="cuts or parameters are others"):
         gl.adaptive(loss_fn).from_dict(saved, fewer, X, 1.0)
-    with pytest.raises(ValueError, match="version 7"):
+    with pytest.raises(ValueError, match="7"):
         gl.adaptive(loss_fn).from_dict({**saved, "version": 7}, PARAMS, X, 1.0)
 
 

@@ -4,7 +4,6 @@ Every gradient is that at no exponents, bit for bit, or the cut says why it is n
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-# ruff: noqa: E402
 
 import pytest
 
@@ -158,6 +157,10 @@ def check(seed):
     x = jnp.asarray(rng.normal(size=(2 * SIZE, SIZE)), jnp.float32)
     if fun.__name__ == "loss":
         x = x[:SIZE]
+    try:
+        expected = jax.jit(jax.grad(fun))(ws, x)
+    except ValueError:  # JAX itself refuses some: a cond under vmap inside a checked shard_map
+        return set(), None
     run = gl.layerwise(fun)
     traced = run.trace_any(ws, x)
     graph = traced.graph
@@ -175,7 +178,7 @@ def check(seed):
         "held" in reason for reason in traced.neutral.values()
     )
     if not held:  # a clip is not linear in the global scale either
-        for a, b in zip(none.grads, jax.jit(jax.grad(fun))(ws, x), strict=True):
+        for a, b in zip(none.grads, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max() + 1e-30))
     return maker.used | ({"shard_map"} if fun.__name__ == "on_two" else set()), len(graph.cuts)
 
@@ -184,7 +187,8 @@ def check_all(seeds):
     found = [check(seed) for seed in seeds]
     used = set().union(*(kinds for kinds, _ in found))
     assert used >= {"scan", "cond", "remat", "vmap", "jit", "shard_map"}
-    assert sum(cuts > 0 for _, cuts in found) > len(found) / 2
+    assert sum(bool(cuts) for _, cuts in found) > len(found) / 2
+    assert sum(cuts is None for _, cuts in found) < len(found) / 10
 
 
 def test_random_programs_are_exact_or_say_why_not():

@@ -56,10 +56,12 @@ def imports(module: str, within_functions: bool = False) -> frozenset[str]:
 
 
 def test_imports_are_seen():
-    assert "gradlift.torch.steps" in imports("gradlift.torch.scaler")
-    assert "gradlift.torch.traced" not in imports("gradlift.torch.steps")
-    assert "gradlift.torch.traced" in imports("gradlift.torch.steps", within_functions=True)
-    assert "gradlift.torch.adaptive" not in imports("gradlift.torch.replay")
+    assert "gradlift.torch.step.steps" in imports("gradlift.torch.scaler")
+    assert "gradlift.torch.step.traced" not in imports("gradlift.torch.step.steps")
+    assert "gradlift.torch.step.traced" in imports(
+        "gradlift.torch.step.steps", within_functions=True
+    )
+    assert "gradlift.torch.adaptive_scaler" not in imports("gradlift.torch.step.captured_step")
 
 
 def test_imports_have_no_cycle():

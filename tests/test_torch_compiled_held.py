@@ -6,8 +6,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from gradlift.torch import AdaptiveGradScaler, unseen
-from gradlift.torch.engine import Engine
+from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.compiled import unprobed
 
 BACKEND = "aot_eager"
 
@@ -269,8 +270,8 @@ def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypa
     class Other:
         next_functions, _forward_cls = (), str
 
-    monkeypatch.setattr(unseen, "is_compiled_node", lambda node: True)
-    strange = unseen.Strange()
+    monkeypatch.setattr(unprobed, "is_compiled_node", lambda node: True)
+    strange = unprobed.Strange()
     strange.met([Known()], 1)
     due, met, probes = False, False, 0
     for step in range(1, 100):
@@ -281,7 +282,7 @@ def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypa
         else:
             due = strange.met([Other() if other else Known()], 1)
     assert met
-    assert probes <= unseen.MOST_TRIES
+    assert probes <= unprobed.MOST_TRIES
 
 
 class Unused(nn.Module):

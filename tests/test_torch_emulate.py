@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradlift.formats import get, round_to
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.emulate import round_nearest, round_stochastic
+from gradlift.torch.adaptive.emulate import round_nearest, round_stochastic
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 

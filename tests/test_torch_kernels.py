@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradlift.torch import kernels, reference
-from gradlift.torch.tables import DeviceList, Rule, Slot, Table, UpdateTable, grad_table, is_dense
+from gradlift.torch.kernels import check_pass
+from gradlift.torch.two_pass import reference
+from gradlift.torch.two_pass.tables import (
+    DeviceList,
+    Rule,
+    Slot,
+    Table,
+    UpdateTable,
+    grad_table,
+    is_dense,
+)
 
 # The interpreter computes with numpy, which warns where a GPU just gives inf or NaN.
 pytestmark = [pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
@@ -18,7 +27,7 @@ if torch.cuda.is_available():
     pytestmark.append(pytest.mark.gpu)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = [kernels, reference]
+BACKENDS = [check_pass, reference]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -251,8 +260,8 @@ def test_exponents_per_row_are_taken_out_of_the_norm(backend: Any) -> None:
 
 def test_measure_gives_the_same_bits_every_time() -> None:
     grads = [torch.randn(n, device=DEVICE) for n in (70000, 5, 4096, 333)]
-    first = measured(kernels, list(grads))
-    assert all(measured(kernels, [g.clone() for g in grads]) == first for _ in range(3))
+    first = measured(check_pass, list(grads))
+    assert all(measured(check_pass, [g.clone() for g in grads]) == first for _ in range(3))
 
 
 # Pass 2 ---------------------------------------------------------------------------------------
@@ -363,7 +372,7 @@ def copies(slot: Slot) -> Slot:
 
 def truncates(backend: Any) -> bool:
     """Triton's interpreter, unlike the GPU, does not round to the nearest bfloat16."""
-    return backend is kernels and DEVICE.type == "cpu"
+    return backend is check_pass and DEVICE.type == "cpu"
 
 
 def dense_tensors(dtype: torch.dtype) -> list[Tensor]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gradlift.formats import FORMATS
-from gradlift.pilot import Pilot
+from gradlift.plan.pilot import Pilot
 from gradlift.torch import (
     AdaptiveGradScaler,
     CapturedStep,

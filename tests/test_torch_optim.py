@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.amp import GradScaler as TorchScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gradlift.torch import GradScaler, kernels, reference
-from gradlift.torch.grads import host_norms
-from gradlift.torch.masters import MasterWeights
-from gradlift.torch.optim import Phase
+from gradlift.torch import GradScaler
+from gradlift.torch.kernels import check_pass
+from gradlift.torch.step.grads import host_norms
+from gradlift.torch.two_pass import reference
+from gradlift.torch.two_pass.master_weights import MasterWeights
+from gradlift.torch.two_pass.two_pass import Phase
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
 if torch.cuda.is_available():
     pytestmark.append(pytest.mark.gpu)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = [kernels, reference] if DEVICE.type == "cpu" else [kernels]
+BACKENDS = [check_pass, reference] if DEVICE.type == "cpu" else [check_pass]
 SHAPES = [(3, 5), (), (0,), (1,), (2, 3, 4, 4), (1500,)]
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

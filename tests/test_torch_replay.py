@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, CapturedStep, adaptive, agreement
-from gradlift.torch.distributed import Ranks
+from gradlift.torch import AdaptiveGradScaler, CapturedStep, adaptive_scaler
+from gradlift.torch.ranks import message
+from gradlift.torch.ranks.groups import Ranks
 
 
 def tanh_net(depth, gain, width=16):
@@ -54,7 +55,7 @@ def capture(monkeypatch):
 
     def run(trainer):
         with monkeypatch.context() as patch:
-            patch.setattr(adaptive, "capturing", lambda device: True)
+            patch.setattr(adaptive_scaler, "capturing", lambda device: True)
             trainer.step()
 
     return run
@@ -108,7 +109,7 @@ def test_a_captured_step_is_heard_of(capture):
     trainer.factor.fill_(1e30)
     before = trainer.scaler.get_scale()
     capture(trainer)
-    for _ in range(adaptive.DELAY + 1):
+    for _ in range(adaptive_scaler.DELAY + 1):
         assert trainer.scaler.replayable
         trainer.scaler.replayed()
     assert trainer.scaler.probing, "an overflow asks for a probe"
@@ -122,8 +123,8 @@ def test_ranks_that_differ_are_told_of_after_replays_too(capture):
     capture(trainer)
     scaler = trainer.scaler
     scaler._ranks = Ranks((None,), (0, 1), 0)
-    scaler._evidence = torch.zeros(2, agreement.COLUMNS)
-    scaler._evidence[1, agreement.SCALE] = 8.0
+    scaler._evidence = torch.zeros(2, message.COLUMNS)
+    scaler._evidence[1, message.SCALE] = 8.0
     with pytest.raises(RuntimeError, match="the scale differs between ranks"):
         scaler.replayed()
     scaler.close()

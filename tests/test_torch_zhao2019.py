@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from gradlift.carried import carry
 from gradlift.formats import get
+from gradlift.plan.paper_planner import carry
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive import STATE_KEY
-from gradlift.torch.engine import Engine
-from gradlift.torch.layer_probe import LayerProbe, terms_of
-from gradlift.torch.moments import Sums, sums_in_plain_torch
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive_scaler import STATE_KEY
+from gradlift.torch.probe.layer_probe import LayerProbe, terms_of
+from gradlift.torch.probe.moments import Sums, sums_in_plain_torch
 from gradlift.zhao2019 import FLOAT16, Moments, Zhao2019, quantile
 
 FREE = Zhao2019(math.inf, math.inf)
@@ -140,7 +140,7 @@ def test_sums_equal_those_in_float64(numel, dtype, device, monkeypatch):
     values = (torch.randn(numel) * torch.exp2(torch.randint(-12, 9, (numel,)).float())).to(dtype)
     values[::7] = 0.0
     for chunk in (2**24, 1000):
-        monkeypatch.setattr("gradlift.torch.moments._CHUNK", chunk)
+        monkeypatch.setattr("gradlift.torch.probe.moments._CHUNK", chunk)
         found = sums_in_plain_torch(values.to(device)).tolist()
         assert found == pytest.approx(plain_sums(values), rel=1e-5, abs=1e-3)
 
@@ -154,7 +154,7 @@ runs_the_kernel = pytest.mark.gpu if torch.cuda.is_available() else lambda test:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("numel", [1, 2047, 2049, 3 * 2048 + 5])
 def test_the_kernel_equals_the_plain_sums(numel, dtype, monkeypatch):
-    from gradlift.torch import moments_kernel
+    from gradlift.torch.kernels import moments as moments_kernel
 
     monkeypatch.setattr(moments_kernel, "PROGRAMS", 2)
     values = torch.randn(numel) * torch.exp2(torch.randint(-12, 9, (numel,)).float())

@@ -7,7 +7,6 @@ a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradlift import schema
 from gradlift.jax import records
 from gradlift.jax.cuts import Traced
 from gradlift.jax.parameters import Parameters
-from gradlift.pilot import Record, Survey
+from gradlift.plan import saved
+from gradlift.plan.pilot import Record, Survey
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,18 @@ class Arrived:
             "survey": self.survey and self.survey.to_dict(),
         }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Arrived:
-        """What ``to_dict`` wrote."""
-        rows = tuple(Record(**row) for row in data["rows"])
-        survey = data["survey"] and Survey.from_dict(data["survey"])
-        return cls(rows, tuple(map(str, data["overflowed"])), survey)
+
+def _arrived(rows: list[dict[str, Any]], overflowed: Any, survey: dict[str, Any] | None) -> Arrived:
+    return Arrived(tuple(Record(**row) for row in rows), overflowed, survey and Survey(**survey))
+
+
+ARRIVED = schema.record(
+    make=_arrived,
+    rows=schema.list_of(saved.RECORD, least=1),
+    overflowed=schema.list_of(schema.text, make=tuple),
+    survey=schema.optional(saved.SURVEY),
+)
+"""What ``Arrived.to_dict`` wrote."""
 
 
 @dataclass(frozen=True)

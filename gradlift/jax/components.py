@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from gradlift.formats import FORMATS
 from gradlift.jax.marks import name_of
 from gradlift.jax.program import Link, Program, Step, inside, numbers
-from gradlift.plan import Component, Cut, Graph
+from gradlift.plan.potential import Component, Cut, Graph
 
 # Their backward is written by hand.
 BY_HAND = ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "linear_call")

@@ -50,7 +50,10 @@ from gradlift.jax.state import (
     scale,
     value_and_grad,
 )
-from gradlift.plan import BINS, Graph, Histogram, Plan, choose
+from gradlift.plan.histogram import BINS, Histogram
+from gradlift.plan.plan import Plan
+from gradlift.plan.planner import choose
+from gradlift.plan.potential import Graph
 
 
 def layerwise(
@@ -249,26 +252,36 @@ class Traced:
             offsets: that it ran at.
         """
         offsets = np.asarray(offsets) - np.asarray(offsets)[self.graph.loss]
-        seen: list[list[Histogram]] = [[] for _ in self.graph.components]
-        arguments: list[tuple[int, Histogram]] = []
+        cuts: list[list[Histogram]] = [[] for _ in self.graph.components]
+        arguments: list[list[Histogram]] = [[] for _ in self.graph.components]
         for site, counts in zip(self.analysis.sites, np.asarray(bins).tolist(), strict=True):
             if not any(counts):
                 continue
-            format = str(site.dtype) if str(site.dtype) in FORMATS else "float32"
             at = exponent + int(offsets[site.downstream])
-            found = Histogram.from_bins(counts, at, format)
             if site.upstream is None:
-                arguments.append((site.downstream, found))
-            else:
-                for component in {site.downstream, site.upstream}:
-                    seen[component].append(found)
-        merged = [Histogram.merge(parts) if parts else None for parts in seen]
-        for component, found in arguments:
-            known, peak = merged[component], found.peak
-            if known is not None and peak is not None:
-                amax = math.inf if found.nonfinite else math.ldexp(1.0, peak)
-                merged[component] = known.with_parameters(amax)
-        return merged
+                # What became an infinity did so in the component, whatever the argument is in.
+                format = self.graph.components[site.downstream].format or "float32"
+                arguments[site.downstream].append(Histogram.from_bins(counts, at, format))
+                continue
+            format = str(site.dtype) if str(site.dtype) in FORMATS else "float32"
+            for component in {site.downstream, site.upstream}:
+                cuts[component].append(Histogram.from_bins(counts, at, format))
+        return list(map(_merged, cuts, arguments))
+
+
+def _merged(cuts: list[Histogram], arguments: list[Histogram]) -> Histogram | None:
+    """What passed the cuts of a component, and the largest gradients of its arguments.
+
+    Without a cut those have to tell all.
+    """
+    if not cuts:
+        return Histogram.merge(arguments) if arguments else None
+    found = Histogram.merge(cuts)
+    for argument in arguments:
+        if argument.peak is not None:
+            amax = math.inf if argument.nonfinite else math.ldexp(1.0, argument.peak)
+            found = found.with_parameters(amax)
+    return found
 
 
 def adopt(plan: Plan, state: LossScaleState) -> tuple[LossScaleState, jax.Array]:

@@ -24,7 +24,7 @@ from gradlift.jax.axes import vary, varying
 from gradlift.jax.components import Analysis, Node
 from gradlift.jax.program import REMAT, Program, Step
 from gradlift.jax.state import at_least_float32
-from gradlift.plan import BINS
+from gradlift.plan.histogram import BINS
 
 # Between these 2**shift is a normal float32 number.
 MOST_SHIFT = 126

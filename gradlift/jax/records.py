@@ -3,7 +3,7 @@
 A record is a row of whole numbers. The last ``PATIENCE`` of them are kept on the device, so that
 nothing is lost where the host does not look: in a loop inside ``jit``, or because it looks at every
 few steps only. From them the device predicts the exponent of the next step as
-``gradlift.forecast.predict`` does on the host; there is a test that both agree.
+``gradlift.plan.forecast.predict`` does on the host; there is a test that both agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradlift.pilot import PATIENCE, Record
+from gradlift.plan.pilot import PATIENCE, Record
 from gradlift.policy import Dynamic
 
 COLUMNS = ("step", "exponent", "amax", "overflow", "bad_loss", "went_on")
@@ -65,7 +65,7 @@ def history(records: jax.Array) -> jax.Array:
 def predicted(
     exponent: jax.Array, peaks: jax.Array, limit: jax.Array, slack: int = 3, ahead: int = 4
 ) -> jax.Array:
-    """``gradlift.forecast.predict`` on the device: int32, 0-d.
+    """``gradlift.plan.forecast.predict`` on the device: int32, 0-d.
 
     Args:
         exponent: of the latest step: int32, 0-d.

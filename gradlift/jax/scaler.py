@@ -1,7 +1,7 @@
 """``adaptive``: no scale to choose, and exponents of their own for the parts that need them.
 
-The pilot that decides (``gradlift.pilot``) is the one of torch's ``AdaptiveGradScaler``. Here it
-sits between steps, on the host, and what it needs rides in a pytree::
+The pilot that decides (``gradlift.plan.pilot``) is the one of torch's ``AdaptiveGradScaler``. Here
+it sits between steps, on the host, and what it needs rides in a pytree::
 
     on the device, in a step   a gradient at the plan's exponents (``cuts.py``); a record; after an
                                overflow a lower scale, otherwise the predicted one (``records.py``)
@@ -30,15 +30,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gradlift import schema
 from gradlift.formats import get
 from gradlift.jax import axes, records
-from gradlift.jax.arrivals import Arrived, Sent, copied
+from gradlift.jax.arrivals import ARRIVED, Arrived, Sent, copied
 from gradlift.jax.axes import AxisName
 from gradlift.jax.cuts import Layerwise, Traced
 from gradlift.jax.parameters import Parameters
 from gradlift.jax.state import LEAVES, LossScaleState, ValueAndGrad, all_finite, init, loss_of
-from gradlift.pilot import Pilot
-from gradlift.plan import BINS, Graph, Plan, check_limits
+from gradlift.plan.histogram import BINS
+from gradlift.plan.pilot import ADVICE, Pilot
+from gradlift.plan.plan import Plan
+from gradlift.plan.planner import check_limits
+from gradlift.plan.potential import Graph
+from gradlift.plan.saved import PILOT
 from gradlift.policy import Dynamic
 
 VERSION = 1
@@ -129,6 +134,28 @@ def adaptive(
         return Pilot(narrowest if format is None else get(format), tolerance, headroom, interval)
 
     return Adaptive(Layerwise(fun, argnums, has_aux, axis_name), pilot, init_scale)
+
+
+def _numbers(value: Any) -> np.ndarray:
+    found = (
+        np.asarray(value) if isinstance(value, (bool, int, float, list)) else np.empty(0, object)
+    )
+    if found.dtype.kind not in "biuf" or not np.isfinite(found).all():
+        raise schema.Mismatch("finite numbers", value)
+    return found
+
+
+SAVED = schema.record(
+    version=schema.one_of(VERSION),
+    arrays=schema.record(**dict.fromkeys((*LEAVES, *_ARRAYS), _numbers)),
+    probing=schema.flag,
+    steps=schema.optional(schema.whole(0)),
+    seen=schema.whole(-1),
+    looked=schema.whole(-1),
+    waiting=schema.list_of(ARRIVED),
+    pilot=PILOT,
+)
+"""What ``Adaptive.to_dict`` wrote."""
 
 
 class Adaptive:
@@ -260,26 +287,19 @@ class Adaptive:
             saved: what ``to_dict`` gave.
             *args: as for ``init``.
         """
+        read = schema.read(SAVED, saved, "adaptive scaler", ADVICE)
         state = self.init(*args)
         pilot = self._check(state)[0]
-        try:
-            if saved["version"] != VERSION:
-                raise ValueError(f"version {saved['version']!r} is unknown; this is {VERSION}")
-            loaded = {n: _loaded(n, x, state) for n, x in saved["arrays"].items()}
-            bins = state.bins if saved["probing"] else None
-            waiting = [Arrived.from_dict(data) for data in saved["waiting"]]
-            pilot.load(saved["pilot"])
-            self._steps, self._seen, self._looked = (
-                None if saved[key] is None else int(saved[key])
-                for key in ("steps", "seen", "looked")
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the adaptive scaler is damaged: {error!r}") from error
-        self._queue.extend(waiting)
-        self._offsets = tuple(np.asarray(loaded["offsets"]).tolist())
-        own = {name: loaded.pop(name) for name in _ARRAYS}
-        scale = state.loss_scale.replace(**loaded)
-        return state.replace(loss_scale=scale, bins=bins, **own)
+        pilot.check(saved["pilot"])
+        arrays = {name: _loaded(name, x, state) for name, x in read["arrays"].items()}
+        pilot.follow(read["pilot"])
+        self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
+        self._queue.extend(read["waiting"])
+        self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
+        loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
+        own = {name: arrays[name] for name in _ARRAYS}
+        bins = state.bins if read["probing"] else None
+        return state.replace(loss_scale=loss_scale, bins=bins, **own)
 
     # On the device
 

@@ -10,12 +10,12 @@ except ImportError as error:
         "gradlift.torch needs PyTorch 2.6 or newer: pip install 'gradlift[torch]'"
     ) from error
 
-from gradlift.torch.adaptive import AdaptiveGradScaler
+from gradlift.torch.adaptive_scaler import AdaptiveGradScaler
 from gradlift.torch.diagnose import diagnose
-from gradlift.torch.join import UnevenInputs
-from gradlift.torch.masters import MasterWeights
-from gradlift.torch.replay import CapturedStep
+from gradlift.torch.ranks.uneven_inputs import UnevenInputs
 from gradlift.torch.scaler import GradScaler
+from gradlift.torch.step.captured_step import CapturedStep
+from gradlift.torch.two_pass.master_weights import MasterWeights
 
 __all__ = [
     "AdaptiveGradScaler",

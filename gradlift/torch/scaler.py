@@ -21,17 +21,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import Policy
-from gradlift.torch import (
-    closures,
-    followers,
-    fused,
-    settings,
-)
-from gradlift.torch.readback import moved_to
-from gradlift.torch.recorder import Recorder, attach
-from gradlift.torch.state import fresh_optimizer_state
-from gradlift.torch.steps import Stepping
-from gradlift.torch.update import CONSECUTIVE, SKIPPED, UPDATES, update_
+from gradlift.torch import settings
+from gradlift.torch.step import after_step, closures, fused, later_backward
+from gradlift.torch.step.readback import moved_to
+from gradlift.torch.step.recorder import Recorder, attach
+from gradlift.torch.step.state import fresh_optimizer_state
+from gradlift.torch.step.steps import Stepping
+from gradlift.torch.step.update import CONSECUTIVE, SKIPPED, UPDATES, update_
 
 
 class GradScaler(Stepping):
@@ -128,6 +124,8 @@ class GradScaler(Stepping):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale = cast(Tensor, self._scale)
+            if not (self._losses.in_closure or torch.compiler.is_compiling()):
+                later_backward.note(self)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
         if isinstance(outputs, abc.Iterable):
@@ -170,6 +168,7 @@ class GradScaler(Stepping):
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._ready(optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
+        later_backward.heed(self, state)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is not None:
@@ -225,11 +224,12 @@ class GradScaler(Stepping):
     def _overflow_counts(self, required: bool = True) -> tuple[Tensor, Tensor]:
         """How many optimizers found an inf or a NaN, and how many of them had a bad loss."""
         states = [s for s in self._per_optimizer_states.values() if s["found_inf_per_device"]]
-        if required and not states:
+        dropped = later_backward.dropped(self._per_optimizer_states.values())
+        if required and not states and not dropped:
             raise AssertionError("No inf checks were recorded prior to update.")
-        founds = [self._found(s) for s in states]
-        losses = [s["bad_loss"] for s in states if s.get("bad_loss") is not None]
-        return _total(founds, self._zero), _total(losses, self._zero)
+        checks = [(self._found(s), s.get("bad_loss")) for s in states] + dropped
+        losses = [bad_loss for _, bad_loss in checks if bad_loss is not None]
+        return _total([found for found, _ in checks], self._zero), _total(losses, self._zero)
 
     def _set_scale(self, scale: Tensor, new_scale: Any) -> None:
         low, high = self._policy.min_scale, self._policy.max_scale
@@ -305,7 +305,7 @@ class GradScaler(Stepping):
         if clock is None:
             place = len(self._clocks)
             saved = self._loaded_clocks[place] if place < len(self._loaded_clocks) else []
-            clock = self._clocks[scheduler] = followers.SchedulerClock(saved)
+            clock = self._clocks[scheduler] = after_step.SchedulerClock(saved)
         if not self._enabled or clock.advances(self._skip_of(scheduler)):
             scheduler.step(*args)
 
@@ -334,7 +334,7 @@ class GradScaler(Stepping):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must lie between 0 and 1, got {decay!r}")
         with torch.no_grad():
-            followers.average_(averages, source, decay, self.last_step_skipped)
+            after_step.average_(averages, source, decay, self.last_step_skipped)
 
 
 def _total(flags: list[Tensor], zero: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""What the host does about skipped steps: warn once, call back, or end a hopeless run.
+
+The counters arrive from the device some steps late (``readback.py``); nothing here waits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from gradlift.torch.step.overflow_report import describe
+from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, COUNTS, FLOOR
+
+if TYPE_CHECKING:
+    from gradlift.torch.step.state import Remembering
+
+BAD_LOSS_ADVICE = (
+    "gradlift: the loss is inf or NaN before it is scaled, so the forward pass itself overflowed "
+    "and no loss scale can help. The step is skipped and the scale stays as it is. What helps: "
+    "run the layers with large activations (often the last one, a softmax or a norm) in float32 "
+    "or bfloat16, lower the learning rate, or look for a division by zero or log of zero in the "
+    "loss."
+)
+
+
+class Reactions:
+    """Compares the counters with those it saw last, and acts on what is new."""
+
+    def __init__(self, max_consecutive_skips: int | None) -> None:
+        limit = max_consecutive_skips
+        valid = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if limit is not None and not valid:
+            raise ValueError(
+                "max_consecutive_skips must be a whole number above 0 or None, got "
+                f"{max_consecutive_skips!r}"
+            )
+        self._limit = limit
+        self._said: set[str] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """The counters start again."""
+        self._seen = [0] * COUNTS
+
+    def to(self, counts: list[int] | None, scaler: Remembering) -> None:
+        """React to ``counts``, if any arrived. Raises ``FloatingPointError`` where asked to."""
+        if counts is None:
+            return
+        seen, self._seen = self._seen, counts
+        if counts[BAD_LOSS] > seen[BAD_LOSS]:
+            self._say_once("bad loss", BAD_LOSS_ADVICE)
+        if counts[FLOOR] > seen[FLOOR]:
+            self._to_floor(scaler)
+        more = counts[CONSECUTIVE] > seen[CONSECUTIVE]
+        if self._limit is not None and more and counts[CONSECUTIVE] >= self._limit:
+            raise FloatingPointError(
+                f"gradlift: {counts[CONSECUTIVE]} steps in a row were skipped "
+                f"(max_consecutive_skips={self._limit}), the scale is {scaler.get_scale():g}. "
+                f"The last overflow: {describe(scaler.overflow_report())}"
+            )
+
+    def _to_floor(self, scaler: Remembering) -> None:
+        on_floor = scaler.policy.on_floor
+        if callable(on_floor):
+            on_floor(scaler)
+            return
+        message = (
+            f"gradlift: a step overflowed with the scale at its floor, min_scale="
+            f"{scaler.policy.min_scale:g}. The gradients hold infs or NaNs that no scale removes: "
+            f"{describe(scaler.overflow_report())}"
+        )
+        if on_floor == "raise":
+            raise FloatingPointError(message)
+        if on_floor == "warn":
+            self._say_once("floor", message)
+
+    def _say_once(self, key: str, message: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            warnings.warn(message, RuntimeWarning, stacklevel=5)

@@ -1,0 +1,90 @@
+"""Optimizers that unscale and skip by themselves (``fused=True``): the step without a sync.
+
+Such an optimizer reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, two device tensors,
+and divides or returns accordingly. torch's fused SGD has a hole there: when its very first step
+is skipped it leaves a momentum buffer that nobody wrote. A buffer of zeros made beforehand gives
+the same first step (0 * momentum + gradient) and survives a skip.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradlift.torch.step.readback import capturing
+from gradlift.torch.two_pass.two_pass import Phase
+
+SCALER_AS_ARGUMENT = (
+    "step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
+    "self.grad_scale and self.found_inf, two tensors, in step() instead, and drop the argument"
+)
+
+
+def supports(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def wants_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step`` takes the scaler itself, a convention torch is giving up."""
+    return _takes_scaler(type(optimizer))
+
+
+@functools.cache
+def _takes_scaler(kind: type[torch.optim.Optimizer]) -> bool:
+    return "grad_scaler" in inspect.signature(kind.step).parameters
+
+
+def step(
+    optimizer: torch.optim.Optimizer,
+    grad_scale: Tensor | None,
+    found_inf: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``optimizer.step`` with the two tensors in place for the call.
+
+    Args:
+        optimizer: one that ``supports`` this.
+        grad_scale: 0-d float32 to divide gradients by, or None when they are unscaled already.
+        found_inf: 0-d float32, exactly 1.0 to skip.
+        args: for ``optimizer.step``.
+        kwargs: for ``optimizer.step``.
+    """
+    if _must_know_first(optimizer, found_inf) and bool(found_inf):
+        return None
+    own = getattr(optimizer, "grad_scale", None)
+    scale = own if grad_scale is None else grad_scale if own is None else grad_scale * own
+    optimizer.grad_scale = scale  # type: ignore[attr-defined]
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _must_know_first(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> bool:
+    """Make SGD's missing momentum buffers, and tell whether the skip must be known to the host.
+
+    With dampening a first step differs from one that starts at zero, so there, until the buffers
+    exist, found_inf is read back: a sync in the first step of a rare setting."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    Phase.let_go(optimizer)  # or step() takes back buffers of zeros that Phase has made
+    dampened = False
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if param.grad is None or (state and state.get("momentum_buffer") is not None):
+                continue
+            if group["dampening"]:
+                dampened = True
+            else:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+    return dampened and not capturing(found_inf.device)

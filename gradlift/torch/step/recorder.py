@@ -1,0 +1,303 @@
+"""Record: what a step left on the device, brought to a writer without waiting for it.
+
+Each recorded step leaves one row of numbers on the device, and a batch of rows goes to the host
+in one copy, which is looked at when the next batch is complete::
+
+    update       row of scale, overflow, bad loss, norm, inf, skips    on the device
+    BATCH rows   one asynchronous copy to pinned memory
+    BATCH later  the copy has long arrived: records, one write
+
+On the CPU there is nothing to wait for: a batch is one step, written when it ends. An adaptive
+scaler learns of a probe some steps late, so its records are held back that long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from gradlift.formats import get
+from gradlift.plan.histogram import Histogram
+from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
+from gradlift.report.writers import Writer, writer_for
+from gradlift.torch.step.readback import InFlight, capturing, moved_to
+from gradlift.torch.step.update import SKIPPED
+
+if TYPE_CHECKING:
+    from gradlift.plan.plan import Plan
+    from gradlift.torch.probe.probe import Probe
+    from gradlift.torch.scaler import GradScaler
+
+# Rows to a copy on a GPU; a killed run has not written up to twice as many.
+BATCH = 32
+# Place in a row of how many optimizers found an inf or a NaN.
+_FOUND = 1
+
+
+class _Noted(NamedTuple):
+    """What the host knows of a step when it ends."""
+
+    step: int
+    max_norm: float | None
+    where: str | None
+
+
+class Recorder:
+    """Turns the steps of one scaler into records; made by ``scaler.record_to``.
+
+    Args:
+        writer: where they go.
+        every: record each n-th step.
+        delay: records wait this many steps for what is learned of them late.
+        batch: rows to a copy.
+        first_step: number of the first step.
+    """
+
+    def __init__(
+        self, writer: Writer, every: int = 1, delay: int = 0, batch: int = 1, first_step: int = 0
+    ) -> None:
+        self._writer, self._every, self._delay, self._batch = writer, every, delay, batch
+        self._scaler: weakref.ref[GradScaler] | None = None
+        self.step = first_step
+        """Number of the step under way."""
+        self._noted: list[_Noted] = []
+        self._rows: Tensor | None = None
+        self._sent: tuple[list[_Noted], InFlight] | None = None
+        self._held: deque[StepRecord] = deque()
+        self._probes: dict[int, tuple[ModuleRecord, ...]] = {}
+        self._plans: dict[int, PlanChange] = {}
+        self._closed = False
+
+    def note(self, scaler: GradScaler) -> None:
+        """The step under way has ended; called in ``update()`` before the scale changes."""
+        scale = cast(Tensor, scaler._scale)
+        if self._closed or torch.compiler.is_compiling() or capturing(scale.device):
+            return
+        if self._scaler is None:
+            self._scaler = weakref.ref(scaler)
+        if self.step % self._every == 0:
+            self._keep_row(scaler, scale)
+        self.step += 1
+        if len(self._noted) == self._batch:
+            self._send()
+        self._release(self.step - self._delay)
+
+    def _keep_row(self, scaler: GradScaler, scale: Tensor) -> None:
+        found, bad_loss = scaler._overflow_counts(required=False)
+        inf, where = _look(scaler, found)
+        measured = scaler._max_norm is not None and scaler.grad_norm is not None
+        norm = cast(Tensor, scaler.grad_norm) if measured else scaler._zero
+        skips = cast(Tensor, scaler._counts)[SKIPPED] + found
+        row = [scale, found, bad_loss, norm, inf, skips, scaler._updates + 1]
+        row = [moved_to(v, scale.device).float().reshape(()) for v in row]
+        if self._rows is None or self._rows.device != scale.device:
+            self._rows = torch.zeros(self._batch, len(row), device=scale.device)
+        self._rows[len(self._noted)].copy_(torch.stack(row))
+        max_norm = scaler._max_norm if measured else None
+        self._noted.append(_Noted(self.step, max_norm, where))
+
+    def _send(self) -> None:
+        """Start the copy of the rows at hand, and take in the ones that were under way."""
+        before, self._sent = self._sent, None
+        if self._rows is not None and self._noted:
+            self._sent = self._noted, InFlight(self._rows)
+            self._noted = []
+        if before is not None:
+            self._take(*before)
+        if self._sent is not None and self._rows is not None and self._rows.device.type == "cpu":
+            arrived, self._sent = self._sent, None
+            self._take(*arrived)
+
+    def _take(self, noted: list[_Noted], rows: InFlight) -> None:
+        values = rows.wait().tolist()[: len(noted)]
+        named = self._name_last_overflow() if any(row[_FOUND] for row in values) else (0, None)
+        for known, (*row, update) in zip(noted, values, strict=True):
+            where = named[1] if update == named[0] else known.where
+            self._held.append(_record(known._replace(where=where), *row))
+
+    def _name_last_overflow(self) -> tuple[int, str | None]:
+        """The update of the last overflow that a device counted, and the first gradient in it.
+
+        Waits for the device, but only when a batch brings an overflow.
+        """
+        scaler = self._scaler and self._scaler()
+        if scaler is None:
+            return 0, None
+        update, report = scaler._overflow.latest()
+        return update, report[0][0] if report else None
+
+    def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
+        """A probe has come back, of the step ``age`` steps before the one that ended last."""
+        self._probes[self.step - 1 - age] = tuple(modules)
+
+    def planned(self, change: PlanChange) -> None:
+        """A new plan, in force from the step under way on."""
+        self._plans[self.step] = change
+
+    def _release(self, before: int) -> None:
+        """Write the records of the steps below ``before``."""
+        ready = []
+        while self._held and self._held[0].step < before:
+            record = self._held.popleft()
+            modules, plan = _up_to(self._probes, record.step), _up_to(self._plans, record.step)
+            ready.append(replace(record, modules=modules or (), plan=plan))
+        if ready:
+            self._writer.write(ready)
+
+    def close(self) -> None:
+        """Write what is still under way, waiting for it, and say that the run has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        self._send()
+        self._send()
+        self._release(self.step)
+        self._writer.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def attach(scaler: GradScaler, target: Any, every: int) -> Recorder:
+    """Record the steps of ``scaler``; see ``GradScaler.record_to``."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number of steps above 0, got {every!r}")
+    writer = writer_for(_for_this_rank(target), _about(scaler))
+    first = getattr(writer, "next_step", 0)
+    batch = 1 if scaler._device == "cpu" else BATCH
+    recorder = Recorder(writer, every, scaler._record_delay, batch, first)
+    # Runs when the scaler is gone, at the end of the process at the latest.
+    weakref.finalize(scaler, recorder.close)
+    return recorder
+
+
+def _for_this_rank(target: Any) -> Any:
+    """Ranks that share a file would write over each other: rank 0 writes, unless the path says
+    ``{rank}``."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else 0
+    if isinstance(target, (str, os.PathLike)):
+        path = os.fspath(target)
+        if "{rank}" in path:
+            return path.replace("{rank}", str(rank))
+        return path if rank == 0 else _Nowhere()
+    return target
+
+
+class _Nowhere:
+    """The writer of a rank that has none."""
+
+    def write(self, records: object) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _about(scaler: GradScaler) -> dict[str, Any]:
+    from gradlift import __version__
+
+    about = {"scaler": type(scaler).__name__, "gradlift": __version__, "torch": torch.__version__}
+    pilot = getattr(scaler, "_pilot", None)
+    return {**about, "format": "float16" if pilot is None else pilot.format.name}
+
+
+def _look(scaler: GradScaler, found: Tensor) -> tuple[Tensor, str | None]:
+    """Whether a gradient held an inf, 0-d, and the first that was not finite, if known here."""
+    if found.device.type == "cpu":
+        report = scaler.overflow_report() if bool(found) else ()
+        inf = scaler._one if any(row[1] for row in report) else scaler._zero
+        return inf, report[0][0] if report else None
+    held = scaler._overflow.held_inf(scaler._updates)
+    # Where nobody counted, an overflow is taken for what it nearly always is.
+    return scaler._one if held is None else held, None
+
+
+def _record(
+    known: _Noted, scale: float, found: float, bad: float, norm: float, inf: float, skips: float
+) -> StepRecord:
+    cause = None if not found else "forward" if bad else "inf" if inf else "nan"
+    measured = known.max_norm is not None
+    clip = min(1.0, known.max_norm / (norm + 1e-6)) if known.max_norm and not found else None
+    return StepRecord(
+        known.step,
+        scale,
+        bool(found),
+        cause,
+        norm if measured else None,
+        clip,
+        int(skips),
+        known.where,
+    )
+
+
+def _up_to(known: dict[int, Any], step: int) -> Any:
+    """The latest entry for a step up to ``step``; it and all before it are taken out."""
+    found = None
+    for at in sorted(at for at in known if at <= step):
+        found = known.pop(at)
+    return found
+
+
+# What an adaptive scaler has to tell.
+
+
+def module_records(
+    probe: Probe, exponent: int, order: Mapping[str, int]
+) -> tuple[ModuleRecord, ...]:
+    """A record for each module's output gradient that a probe saw.
+
+    Args:
+        probe: waited for if it is still under way.
+        exponent: log2 of the loss scale in the probed step.
+        order: place of each module's name in the model.
+    """
+    found: dict[str, ModuleRecord] = {}
+    for row, histogram in probe._records(exponent):
+        if row.upstream is not None:
+            at = exponent + row.offset
+            found[row.key] = module_record(row.key, at, histogram, row.format or "float16")
+    last = len(order)
+    return tuple(
+        found[key]
+        for key in sorted(
+            found, key=lambda k: order.get(re.sub(r"(\[\d+\])?(@\d+)?$", "", k), last)
+        )
+    )
+
+
+def module_record(name: str, exponent: int, histogram: Histogram, format: str) -> ModuleRecord:
+    """What a histogram says of a gradient stored times 2**exponent in ``format``."""
+    total = max(histogram.zeros + histogram.nonzero + histogram.nonfinite, 1)
+    subnormal = histogram.below(get(format).min_exponent - exponent)
+    counts = histogram.counts
+    return ModuleRecord(
+        name,
+        exponent,
+        flushed=histogram.zeros / total,
+        subnormal=subnormal / total,
+        overflowed=histogram.nonfinite / total,
+        low=histogram.lowest_kept(0.0),
+        tenth=histogram.lowest_kept(0.1),
+        median=histogram.lowest_kept(0.5),
+        ninetieth=histogram.lowest_kept(0.9),
+        high=counts[-1][0] if counts else None,
+    )
+
+
+def plan_change(plan: Plan, why: str) -> PlanChange:
+    """A plan in words; ``why`` says what made it."""
+    reasons = [f"{cut.name}: times 2^{cut.shift}; {cut.why}" for cut in plan.active]
+    summary = str(plan).splitlines()[0]
+    return PlanChange(summary, (why, *reasons, *plan.reasons), len(plan.active))
