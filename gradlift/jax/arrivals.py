@@ -82,7 +82,7 @@ class Sent:
         return Arrived(tuple(rows), tuple(overflowed), self._survey(rows[-1], traced, parameters))
 
     def _survey(self, row: Record, traced: Traced, parameters: Parameters) -> Survey | None:
-        if self.bins is None:
+        if self.bins is None or row.bad_loss:
             return None
         found = traced.histograms(self.bins, row.exponent, self.offsets)
         return Survey(traced.graph, tuple(found), parameters.owners)
