@@ -12,6 +12,8 @@ import random
 import keras
 import numpy as np
 import pytest
+from gradlift.forecast import predict
+from gradlift.pilot import PATIENCE
 from keras import ops
 from keras_on_backend import (
     BACKEND,
@@ -26,10 +28,8 @@ from keras_on_backend import (
 )
 
 from gradlift import Dynamic, Static
-from gradlift.forecast import predict
 from gradlift.keras import Adaptive, LossScaleLogger, LossScaleOptimizer
 from gradlift.keras.adaptive import NOTHING, exponent_of, power_of_two, predicted
-from gradlift.pilot import PATIENCE
 
 if BACKEND == "tensorflow":
     import tensorflow as tf

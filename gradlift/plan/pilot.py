@@ -67,6 +67,9 @@ class Record:
     overflow: bool
     bad_loss: bool = False
     """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
+    went_on: int | None = None
+    """The exponent that the device went on with, where it predicts by itself; None where the
+    pilot does."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,14 @@ class Pilot:
         return self._owners
 
     @property
+    def limit(self) -> int | None:
+        """The most that exponent plus largest parameter gradient may come to; None for any.
+
+        For a device that predicts by itself, see ``forecast.predict``.
+        """
+        return self._limit if self.plan is None or self._at_stake else None
+
+    @property
     def searching(self) -> bool:
         """Whether nothing is known yet, or the last probe had something out of sight."""
         return not self._history or 0 < self._in_a_row < MOST_IN_A_ROW
@@ -204,6 +215,8 @@ class Pilot:
         backed_off = record.overflow and not record.bad_loss
         # The scale that is in force now, as far as anybody knows.
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
+        if record.went_on is not None:
+            expected = record.went_on + before - record.exponent
         self._history = [*self._history, None if record.overflow else record.amax][-PATIENCE:]
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
@@ -396,7 +409,7 @@ class Pilot:
                 # Nothing but zeros was in sight, and now there is something.
                 self.next_probe = min(self.next_probe, now + 1)
             return expected
-        if not self._at_stake:
+        if not self._at_stake or record.went_on is not None:
             return expected
         target = predict(expected, self._history, limit=self._limit, patience=PATIENCE)
         # The paper's rule asks for no more than it needs, and does not move between probes.

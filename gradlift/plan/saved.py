@@ -120,6 +120,7 @@ RECORD = record(
     amax=optional(EXPONENT),
     overflow=schema.flag,
     bad_loss=Since(schema.flag, False),
+    went_on=Since(optional(EXPONENT), None),
 )
 
 
