@@ -65,6 +65,8 @@ class Recording:
             if grad is not None:  # an output that the loss did not use
                 self.gradients[name][place] = grad.detach().clone()
 
+        # Or the part of the model would be held at the loss scale for it.
+        keep.only_looks = True  # type: ignore[attr-defined]
         return keep
 
 

@@ -138,6 +138,7 @@ def train(
         What a line of results holds, for JSON.
     """
     if device.type == "cuda":
+        torch.zeros(1, device=device)  # before the first allocation there are no statistics
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as said:

@@ -97,7 +97,6 @@ def _coefs_kernel(
     addresses,
     groups,
     hypers,
-    exponents,
     scale,
     found_inf,
     norm,
@@ -105,7 +104,6 @@ def _coefs_kernel(
     coefs,
     rows,
     ADAM: tl.constexpr,
-    EXPONENTS: tl.constexpr,
     HYPERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -125,9 +123,6 @@ def _coefs_kernel(
     sign = tl.load(hyper + 1, mask=mask, other=0.0)
     weight_decay = tl.load(hyper + 2, mask=mask, other=0.0)
     inverse = sign / tl.load(scale).to(tl.float64)
-    if EXPONENTS:
-        power = tl.load(exponents + row, mask=mask, other=0)
-        inverse *= tl.exp2(-power.to(tl.float64))
     out = coefs + 16 * row
     tl.store(out, inverse.to(tl.float32), mask=mask)
     tl.store(out + 1, _clip(tl.load(norm), max_norm), mask=mask)
@@ -161,8 +156,19 @@ def _coefs_kernel(
 
 
 @triton.jit
+def _held(param, low, offsets, left, LOW: tl.constexpr, FULL: tl.constexpr):
+    """What is updated, in float32: a master, but where somebody wrote to the parameter that
+    follows it, what was written."""
+    p = load(param, offsets, left, FULL).to(tl.float32)
+    if LOW:
+        written = load(low, offsets, left, FULL).to(tl.float32)
+        p = tl.where(p.to(low.dtype.element_ty).to(tl.float32) == written, p, written)
+    return p
+
+
+@triton.jit
 def _adam(
-    param,
+    p,
     grad,
     first,
     second,
@@ -184,7 +190,6 @@ def _adam(
     step_size = tl.load(coef + 7)
     correction = tl.load(coef + 8)
     eps = tl.load(coef + 9)
-    p = load(param, offsets, left, FULL).to(tl.float32)
     g = load(grad, offsets, left, FULL).to(tl.float32) * inverse * clip
     m = load(first, offsets, left, FULL).to(tl.float32)
     v = load(second, offsets, left, FULL).to(tl.float32)
@@ -206,7 +211,7 @@ def _adam(
 
 @triton.jit
 def _sgd(
-    param,
+    p,
     grad,
     first,
     offsets,
@@ -223,7 +228,6 @@ def _sgd(
     lr = tl.load(coef + 4)
     momentum = tl.load(coef + 5)
     share = tl.load(coef + 6)
-    p = load(param, offsets, left, FULL).to(tl.float32)
     g = load(grad, offsets, left, FULL).to(tl.float32) * inverse * clip + weight_decay * p
     if MOMENTUM:
         b = load(first, offsets, left, FULL).to(tl.float32)
@@ -267,10 +271,11 @@ def _update_chunk(
     LOW: tl.constexpr,
     FULL: tl.constexpr,
 ):
+    p = _held(param, low, offsets, left, LOW, FULL)
     if ADAM:
-        p = _adam(param, grad, first, second, third, offsets, left, coef, AMSGRAD, DECOUPLED, FULL)
+        p = _adam(p, grad, first, second, third, offsets, left, coef, AMSGRAD, DECOUPLED, FULL)
     else:
-        p = _sgd(param, grad, first, offsets, left, coef, MOMENTUM, NESTEROV, FULL)
+        p = _sgd(p, grad, first, offsets, left, coef, MOMENTUM, NESTEROV, FULL)
     if STOCHASTIC:
         p = _round_at_random(p, seed, offsets)
     store(param, offsets, left, p.to(param.dtype.element_ty), FULL)
@@ -338,12 +343,11 @@ def update(
     found_inf: Tensor,
     norm: Tensor,
     max_norm: float,
-    exponents: Tensor | None = None,
     seed: int = 0,
 ) -> None:
     """Update every parameter that has a gradient, unless found_inf is set; see ``reference``."""
     with on(table.device):
-        _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm, exponents)
+        _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm)
         _launch_update(table, grads, found_inf, seed)
 
 
@@ -355,7 +359,6 @@ def _launch_coefs(
     found_inf: Tensor,
     norm: Tensor,
     max_norm: float,
-    exponents: Tensor | None,
 ) -> None:
     rows = len(table)
     _coefs_kernel[(triton.cdiv(rows, ROWS),)](
@@ -363,7 +366,6 @@ def _launch_coefs(
         grads.addresses,
         table.groups,
         hypers,
-        exponents,
         scale,
         found_inf,
         norm,
@@ -371,20 +373,19 @@ def _launch_coefs(
         table.coefs,
         rows,
         ADAM=table.kind == "adam",
-        EXPONENTS=exponents is not None,
         HYPERS=HYPERS,
         BLOCK=ROWS,
     )
 
 
 def _launch_update(table: UpdateTable, grads: GradTable, found_inf: Tensor, seed: int) -> None:
-    cut = table.cut(UPDATE_CHUNK)
-    for key, part in cut.parts.items():
+    chunked = table.chunks(UPDATE_CHUNK)
+    for key, part in chunked.parts.items():
         assert isinstance(key, UpdateKey)
         if part.stop == part.start:
             continue
         _update_kernel[(part.stop - part.start,)](
-            cut.entries[part],
+            chunked.entries[part],
             grads.addresses,
             table.numels,
             table.pointers,

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from gradlift.torch.step.readback import capturing
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
+
+SCALER_AS_ARGUMENT = (
+    "step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
+    "self.grad_scale and self.found_inf, two tensors, in step() instead, and drop the argument"
+)
 
 
 def supports(optimizer: torch.optim.Optimizer) -> bool:
@@ -25,6 +30,8 @@ def supports(optimizer: torch.optim.Optimizer) -> bool:
 
 def wants_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step`` takes the scaler itself, a convention torch is giving up."""
+    if torch.compiler.is_compiling() or not supports(optimizer):
+        return False
     return _takes_scaler(type(optimizer))
 
 
@@ -69,7 +76,7 @@ def _must_know_first(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> boo
     exist, found_inf is read back: a sync in the first step of a rare setting."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
-    Phase.let_go(optimizer)  # or step() takes back buffers of zeros that Phase has made
+    TwoPassStep.let_go(optimizer)  # or step() takes back buffers of zeros that TwoPassStep has made
     dampened = False
     for group in optimizer.param_groups:
         if not group["momentum"]:

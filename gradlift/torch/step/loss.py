@@ -7,6 +7,8 @@ and then two steps both steps see both, with loss, step, loss, step each sees it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.update import has_triton
 
 
-class LossWatch:
+class LossFlags:
     """The flags of the losses that the next step answers for."""
 
     def __init__(self) -> None:
@@ -74,9 +76,20 @@ class LossWatch:
         self._flag = self._unseen = None
         self._taken = False
 
+    def end_iteration(self) -> None:
+        """The scale may have changed: nothing seen so far counts any more."""
+        self.reset()
+        self.outside = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+
 
 def _can_wait(value: Tensor, device: torch.device) -> bool:
-    """Whether a single loss can be left to the launch that judges the step."""
+    """Whether a single loss can be left to the launch that counts overflows."""
     return (
         value.is_cuda
         and value.device == device

@@ -29,7 +29,9 @@ class InFlight:
         if source.device.type == "cpu":
             self._host = source.detach().clone()
         elif source.device.type == "cuda":
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host = torch.empty(
+                source.shape, dtype=source.dtype, device="cpu", pin_memory=True
+            )
             self._host.copy_(source.detach(), non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(source.device))
@@ -47,8 +49,8 @@ class InFlight:
         return self._host
 
 
-class Remarks:
-    """What the device says of each step, written by it into memory that the host reads.
+class HostRows:
+    """A row of numbers for each step, written by the device into memory that the host reads.
 
     One launch and one event per step, and nothing is allocated: for a model that waits for the
     host, stacking four numbers and copying them takes longer than all the rest of ``update``.
@@ -63,13 +65,15 @@ class Remarks:
     def __init__(self, device: torch.device) -> None:
         from gradlift.torch.kernels import scalars
 
-        self._rows = torch.empty(self.SLOTS, 4, dtype=torch.float32, pin_memory=True).unbind()
+        self._rows = torch.empty(
+            self.SLOTS, 4, dtype=torch.float32, device="cpu", pin_memory=True
+        ).unbind()
         self._events = [torch.cuda.Event() for _ in self._rows]
         self._device = device
-        self._launch = scalars.Launch(scalars.remark, device, 1, 4, (1024,))
+        self._launch = scalars.Launch(scalars.write_row, device, 1, 4, (1024,))
         self._next = 0
 
-    def send(self, scale: Tensor, largest: Tensor, found: Tensor, bad_loss: Tensor) -> Remark:
+    def send(self, scale: Tensor, largest: Tensor, found: Tensor, bad_loss: Tensor) -> HostRow:
         """Queue a row: the scale, the greatest of ``largest``, and the two flags as they are.
 
         Args:
@@ -81,11 +85,11 @@ class Remarks:
         slot, self._next = self._next, (self._next + 1) % self.SLOTS
         self._launch(scale, largest, found, bad_loss, self._rows[slot], largest.numel())
         self._events[slot].record(torch.cuda.current_stream(self._device))
-        return Remark(self._rows[slot], self._events[slot])
+        return HostRow(self._rows[slot], self._events[slot])
 
 
-class Remark:
-    """One row of ``Remarks``; valid until ``SLOTS`` more have been sent."""
+class HostRow:
+    """One of ``HostRows``; valid until ``SLOTS`` more have been sent."""
 
     def __init__(self, row: Tensor, event: torch.cuda.Event) -> None:
         self._row, self._event = row, event

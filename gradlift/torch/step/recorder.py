@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +27,15 @@ from gradlift.formats import get
 from gradlift.plan.histogram import Histogram
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
 from gradlift.report.writers import Writer, writer_for
+from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.outcome import Outcome
+from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.readback import InFlight, capturing, moved_to
 from gradlift.torch.step.update import SKIPPED
 
 if TYPE_CHECKING:
     from gradlift.plan.plan import Plan
     from gradlift.torch.probe.probe import Probe
-    from gradlift.torch.scaler import GradScaler
 
 # Rows to a copy on a GPU; a killed run has not written up to twice as many.
 BATCH = 32
@@ -55,18 +56,23 @@ class Recorder:
 
     Args:
         writer: where they go.
+        overflows: the scaler's, which names the gradients that overflowed.
         every: record each n-th step.
         delay: records wait this many steps for what is learned of them late.
         batch: rows to a copy.
-        first_step: number of the first step.
     """
 
     def __init__(
-        self, writer: Writer, every: int = 1, delay: int = 0, batch: int = 1, first_step: int = 0
+        self,
+        writer: Writer,
+        overflows: OverflowReport,
+        every: int = 1,
+        delay: int = 0,
+        batch: int = 1,
     ) -> None:
-        self._writer, self._every, self._delay, self._batch = writer, every, delay, batch
-        self._scaler: weakref.ref[GradScaler] | None = None
-        self.step = first_step
+        self._writer, self._overflows = writer, overflows
+        self._every, self._delay, self._batch = every, delay, batch
+        self.step: int = getattr(writer, "next_step", 0)
         """Number of the step under way."""
         self._noted: list[_Noted] = []
         self._rows: Tensor | None = None
@@ -76,33 +82,52 @@ class Recorder:
         self._plans: dict[int, PlanChange] = {}
         self._closed = False
 
-    def note(self, scaler: GradScaler) -> None:
-        """The step under way has ended; called in ``update()`` before the scale changes."""
-        scale = cast(Tensor, scaler._scale)
+    def note(
+        self, scale: DeviceScale, found_inf: Tensor, bad_loss: Tensor, outcome: Outcome
+    ) -> None:
+        """The step under way has ended; called in ``update()`` before the scale changes.
+
+        Args:
+            scale: of the step.
+            found_inf: 0-d float32: how many optimizers found an inf or a NaN.
+            bad_loss: 0-d float32: how many of them had a bad loss.
+            outcome: of the step.
+        """
         if self._closed or torch.compiler.is_compiling() or capturing(scale.device):
             return
-        if self._scaler is None:
-            self._scaler = weakref.ref(scaler)
         if self.step % self._every == 0:
-            self._keep_row(scaler, scale)
+            self._keep_row(scale, found_inf, bad_loss, outcome)
         self.step += 1
         if len(self._noted) == self._batch:
             self._send()
         self._release(self.step - self._delay)
 
-    def _keep_row(self, scaler: GradScaler, scale: Tensor) -> None:
-        found, bad_loss = scaler._overflow_counts(required=False)
-        inf, where = _look(scaler, found)
-        measured = scaler._max_norm is not None and scaler.grad_norm is not None
-        norm = cast(Tensor, scaler.grad_norm) if measured else scaler._zero
-        skips = cast(Tensor, scaler._counts)[SKIPPED] + found
-        row = [scale, found, bad_loss, norm, inf, skips, scaler._updates + 1]
-        row = [moved_to(v, scale.device).float().reshape(()) for v in row]
-        if self._rows is None or self._rows.device != scale.device:
-            self._rows = torch.zeros(self._batch, len(row), device=scale.device)
+    def _keep_row(
+        self, scale: DeviceScale, found_inf: Tensor, bad_loss: Tensor, outcome: Outcome
+    ) -> None:
+        device, counts = scale.device, scale.counts
+        assert scale.scale is not None and counts is not None  # noqa: PT018
+        inf, where = self._look(scale, found_inf)
+        measured = outcome.max_norm is not None and outcome.grad_norm is not None
+        norm = outcome.grad_norm if measured and outcome.grad_norm is not None else scale.zero
+        skips = counts[SKIPPED] + found_inf
+        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, scale.updates + 1]
+        row = [moved_to(v, device).float().reshape(()) for v in row]
+        if self._rows is None or self._rows.device != device:
+            self._rows = torch.zeros(self._batch, len(row), device=device)
         self._rows[len(self._noted)].copy_(torch.stack(row))
-        max_norm = scaler._max_norm if measured else None
+        max_norm = outcome.max_norm if measured else None
         self._noted.append(_Noted(self.step, max_norm, where))
+
+    def _look(self, scale: DeviceScale, found_inf: Tensor) -> tuple[Tensor, str | None]:
+        """Whether a gradient held an inf, 0-d, and the first that was not finite, if known here."""
+        if found_inf.device.type == "cpu":
+            report = self._overflows.report() if bool(found_inf) else ()
+            inf = scale.one if any(row[1] for row in report) else scale.zero
+            return inf, report[0][0] if report else None
+        held = self._overflows.held_inf(scale.updates)
+        # Where nobody counted, an overflow is taken for what it nearly always is.
+        return scale.one if held is None else held, None
 
     def _send(self) -> None:
         """Start the copy of the rows at hand, and take in the ones that were under way."""
@@ -128,10 +153,7 @@ class Recorder:
 
         Waits for the device, but only when a batch brings an overflow.
         """
-        scaler = self._scaler and self._scaler()
-        if scaler is None:
-            return 0, None
-        update, report = scaler._overflow.latest()
+        update, report = self._overflows.latest()
         return update, report[0][0] if report else None
 
     def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
@@ -169,17 +191,32 @@ class Recorder:
         self.close()
 
 
-def attach(scaler: GradScaler, target: Any, every: int) -> Recorder:
-    """Record the steps of ``scaler``; see ``GradScaler.record_to``."""
+def open_recorder(
+    target: Any,
+    every: int,
+    overflows: OverflowReport,
+    *,
+    delay: int,
+    device_type: str,
+    about: dict[str, Any],
+) -> Recorder:
+    """The recorder for what a user gave to ``record_to``.
+
+    Args:
+        target: a path or a writer.
+        every: record each n-th step.
+        overflows: the scaler's.
+        delay: records wait this many steps for what is learned of them late.
+        device_type: of the scaler.
+        about: what a file says of the run.
+    """
+    from gradlift import __version__
+
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of steps above 0, got {every!r}")
-    writer = writer_for(_for_this_rank(target), _about(scaler))
-    first = getattr(writer, "next_step", 0)
-    batch = 1 if scaler._device == "cpu" else BATCH
-    recorder = Recorder(writer, every, scaler._record_delay, batch, first)
-    # Runs when the scaler is gone, at the end of the process at the latest.
-    weakref.finalize(scaler, recorder.close)
-    return recorder
+    about = {**about, "gradlift": __version__, "torch": torch.__version__}
+    writer = writer_for(_for_this_rank(target), about)
+    return Recorder(writer, overflows, every, delay, 1 if device_type == "cpu" else BATCH)
 
 
 def _for_this_rank(target: Any) -> Any:
@@ -203,25 +240,6 @@ class _Nowhere:
 
     def close(self) -> None:
         """There is nothing to close."""
-
-
-def _about(scaler: GradScaler) -> dict[str, Any]:
-    from gradlift import __version__
-
-    about = {"scaler": type(scaler).__name__, "gradlift": __version__, "torch": torch.__version__}
-    pilot = getattr(scaler, "_pilot", None)
-    return {**about, "format": "float16" if pilot is None else pilot.format.name}
-
-
-def _look(scaler: GradScaler, found: Tensor) -> tuple[Tensor, str | None]:
-    """Whether a gradient held an inf, 0-d, and the first that was not finite, if known here."""
-    if found.device.type == "cpu":
-        report = scaler.overflow_report() if bool(found) else ()
-        inf = scaler._one if any(row[1] for row in report) else scaler._zero
-        return inf, report[0][0] if report else None
-    held = scaler._overflow.held_inf(scaler._updates)
-    # Where nobody counted, an overflow is taken for what it nearly always is.
-    return scaler._one if held is None else held, None
 
 
 def _record(

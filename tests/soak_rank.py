@@ -1,0 +1,531 @@
+"""One rank of a soaked training: steps with faults, and after each of them what has to hold.
+
+What the ranks know is gathered after every step, so that all of them find the same fault. A rank
+that finds one writes it down and ends; see ``soak.py`` for who reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import math
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from soak_cases import ENDS, Case, Fault
+from soak_training import (
+    TRAINERS,
+    batch,
+    bounds_of,
+    join_world,
+    local,
+    net,
+    optimizer_of,
+    scaler_of,
+)
+from torch import Tensor
+
+SPARE_TENSORS = 30
+SPARE_FILES = 2
+SPARE_MEMORY = 96 << 20
+
+
+class Violation(AssertionError):
+    """Something that has to hold does not."""
+
+
+def require(condition: Any, what: str) -> None:
+    if not condition:
+        raise Violation(what)
+
+
+class Failing:
+    """A writer of the user's that fails."""
+
+    def write(self, records: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class Session:
+    """An attempt at a case on one rank: from its last checkpoint to its end, or to a fault that
+    ends it."""
+
+    def __init__(self, case: Case, rank: int, world: int, attempt: int, folder: Path) -> None:
+        self.case, self.rank, self.world, self.attempt = case, rank, world, attempt
+        self.folder = folder
+        ends = case.ends
+        self.end = ends[attempt] if attempt < len(ends) else None
+        self.training = TRAINERS[case.trainer](case, rank, world)
+        self.twin = scaler_of(case, net(case.seed))
+        self.updates: dict[int, tuple[float, bool]] = {}
+        """Scale and skip of every update so far, by its number."""
+        self.first, self.recording = 0, True
+        self._load_last()
+        self.shadow = Shadow(self.training, case)
+        self.recorder = self.training.scaler.record_to(folder / "records.jsonl")
+        self.after_drop = False
+
+    # Steps.
+
+    def run(self) -> None:
+        for step in range(self.first, self.case.steps):
+            faults = [f for f in self.case.faults if f.step == step and f.kind not in ENDS]
+            self.step(step, faults)
+            if step % self.case.save_every == self.case.save_every - 1:
+                self._save(step + 1)
+            if step == self.first + 4:
+                self.usage = usage()
+        if self.case.steps - self.first > 8:
+            self._check_usage()
+        self._check_records()
+
+    def step(self, step: int, faults: list[Fault]) -> None:
+        kinds = {fault.kind: fault for fault in faults}
+        self._end(step, 0)
+        for fault in faults:
+            self._break_files(fault)
+        if "uneven" in kinds:
+            self._uneven(step, kinds["uneven"].chance)
+            return
+        if "missing" in kinds and (self.case.layout != "plain" or self.world == 1):
+            return  # no rank has a batch
+        self.training.zero_grad()
+        self._backward(step, kinds)
+        self._end(step, 1)
+        before = self.shadow.look()
+        if "dropped" in kinds:
+            self.training.drop(kinds["dropped"].chance)
+            self.after_drop = True
+            return
+        with _disk_full("full disk" in kinds):
+            stepped = self._clip_and_step(step)
+        self._end(step, 2)
+        if stepped:
+            self._check(step, before)
+
+    def _backward(self, step: int, kinds: dict[str, Fault]) -> None:
+        if "missing" not in kinds or not self._mine(kinds["missing"]):
+            for micro in range(self.case.micros):
+                last = micro == self.case.micros - 1
+                with self.training.last_micro(last):
+                    loss = self.training.loss(*batch(self.case, step, micro, self.rank))
+                    self.training.backward(loss * self._factor(kinds))
+        self.training.average()
+        for kind in ("inf", "nan"):
+            if kind in kinds and self._mine(kinds[kind]):
+                self._spoil(float(kind), kinds[kind].chance)
+        if "stall" in kinds and self._mine(kinds["stall"]):
+            time.sleep(0.5)
+
+    def _factor(self, kinds: dict[str, Fault]) -> float:
+        if "loss" in kinds and self._mine(kinds["loss"]):
+            return (math.nan, math.inf)[kinds["loss"].chance % 2]
+        return 2.0**60 if "huge" in kinds and self._mine(kinds["huge"]) else 1.0
+
+    def _mine(self, fault: Fault) -> bool:
+        return fault.rank % self.world == self.rank
+
+    def _spoil(self, value: float, chance: int) -> None:
+        grads = [local(p.grad) for p in self.training.parameters if p.grad is not None]
+        grads = [grad for grad in grads if grad.numel()]
+        if grads:
+            grad = grads[chance % len(grads)]
+            grad.view(-1)[chance % grad.numel()] = value
+
+    def _clip_and_step(self, step: int) -> bool:
+        try:
+            self.training.clip_and_step(random.Random(self.case.seed + step).getrandbits(20))
+        except RuntimeError as error:
+            # After a batch that was unscaled and given up, an error is as good as a right step.
+            if not (self.after_drop and "unscale_" in str(error)):
+                raise
+            self.training.scaler.update()
+            return False
+        finally:
+            self.after_drop = False
+        return True
+
+    def _uneven(self, step: int, chance: int) -> None:
+        """Ranks with different numbers of batches, some with none."""
+        from torch.distributed.algorithms.join import Join
+
+        training = self.training
+        batches = [(chance >> 2 * rank) % 4 for rank in range(self.world)]
+        with Join(list(training.parts)):
+            for number in range(batches[self.rank]):
+                training.zero_grad()
+                training.backward(training.loss(*batch(self.case, step, number, self.rank)))
+                training.scaler.step(training.optimizer, max_norm=self.case.max_norm)
+                training.scaler.update()
+        self.recording = False  # how many updates there were is the others' affair
+        facts = everyone(self._facts())
+        require_same([fact["scale"] for fact in facts], f"step {step}: scale after uneven inputs")
+        require_same([fact["weights"] for fact in facts], f"step {step}: weights after Join")
+        self.shadow.follow()
+
+    # Faults.
+
+    def _end(self, step: int, moment: int) -> None:
+        """The fault that ends this attempt, at one of three moments of its step."""
+        end = self.end
+        if end is None or end.step != step or end.chance // 4 % 3 != moment or not self._mine(end):
+            return
+        if end.kind == "hang":
+            time.sleep(10**6)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _break_files(self, fault: Fault) -> None:
+        path, scaler = self.folder / "records.jsonl", self.training.scaler
+        if fault.kind == "failing writer":
+            scaler.record_to(Failing())
+        elif fault.kind == "damaged state":
+            self._load_damaged(fault.chance)
+        elif fault.kind == "full disk":
+            self.recording = False
+        elif self.rank == 0 and path.exists():
+            if fault.kind == "removed record":
+                path.unlink()
+                self.recording = False
+            elif fault.kind == "damaged record":
+                with path.open("ab") as file:
+                    file.write(random.Random(fault.chance).randbytes(fault.chance % 300) + b"\n")
+
+    def _load_damaged(self, chance: int) -> None:
+        """A damaged state is refused in words and changes nothing, or is what is then there."""
+        state = damaged(copy.deepcopy(self.training.scaler_state()), random.Random(chance))
+        before = canonical(self.twin.state_dict())
+        try:
+            self.twin.load_state_dict(state)
+        except (ValueError, RuntimeError) as error:
+            require(str(error), "a damaged state is refused without a word")
+            require(
+                canonical(self.twin.state_dict()) == before,
+                f"a refused state has changed the scaler: {error}",
+            )
+            return
+        after = self.twin.state_dict()
+        require(
+            math.isfinite(after["scale"]) and after["scale"] > 0,
+            f"a damaged state was taken, and the scale is {after['scale']}",
+        )
+        self.twin = scaler_of(self.case, net(self.case.seed))
+
+    # What has to hold.
+
+    def _facts(self) -> dict[str, Any]:
+        crc, finite = 0, True
+        for param in self.training.parameters:
+            values = local(param.detach())
+            crc = zlib.crc32(values.contiguous().numpy().tobytes(), crc)
+            finite &= bool(values.isfinite().all())
+        return {"scale": self.training.scaler.get_scale(), "weights": crc, "finite": finite}
+
+    def _check(self, step: int, before: Look) -> None:
+        scaler, case = self.training.scaler, self.case
+        skipped = bool(scaler.last_step_skipped)
+        facts = everyone({**self._facts(), "bad": before.bad, "skipped": skipped})
+        at = f"step {step}"
+        require_same([fact["scale"] for fact in facts], f"{at}: the scale on the ranks")
+        if case.layout != "fsdp2":
+            require_same([fact["weights"] for fact in facts], f"{at}: weights on the ranks")
+        require(all(fact["finite"] for fact in facts), f"{at}: weights are not finite")
+        low, high = bounds_of(case)
+        scale = facts[0]["scale"]
+        require(low <= scale <= high, f"{at}: the scale {scale} is not in [{low}, {high}]")
+        bad = any(fact["bad"] for fact in facts)
+        require(
+            all(fact["skipped"] == bad for fact in facts),
+            f"{at}: skipped is {[f['skipped'] for f in facts]}, a gradient was bad: {bad}",
+        )
+        self.shadow.check(at, before, bad)
+        self.updates[len(self.updates)] = before.scale, bad
+        if step % 3 == 0:
+            self._check_state(at)
+        self._check_trace(step, facts)
+
+    def _check_state(self, at: str) -> None:
+        """The state goes through a file, into another scaler, and comes out as it went in."""
+        buffer = io.BytesIO()
+        state = self.training.scaler_state()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        self.twin.load_state_dict(torch.load(buffer, weights_only=True))
+        found = difference(canonical(state), canonical(self.twin.state_dict()))
+        require(not found, f"{at}: a state loads back as another: {found}")
+
+    def _check_trace(self, step: int, facts: list[dict[str, Any]]) -> None:
+        """Steps that are taken again after a checkpoint come out as before."""
+        if self.rank:
+            return
+        # With several ranks a probe under way is taken again, and float16 may round otherwise.
+        comparable = self.case.scaler != "adaptive" or self.world == 1
+        row = [self.world, facts[0]["scale"], [fact["weights"] for fact in facts]]
+        path = self.folder / f"trace-{step}.json"
+        if comparable and path.exists():
+            old = json.loads(path.read_text())
+            same = old[0] != self.world or old == row
+            require(same, f"step {step}: a resumed run differs: {old} -> {row}")
+        path.write_text(json.dumps(row))
+
+    def _check_usage(self) -> None:
+        now, before = usage(), self.usage
+        steps = self.case.steps - self.first - 5
+        grown = {key: now[key] - before[key] for key in now}
+        tensors = max(SPARE_TENSORS, steps)
+        require(grown["tensors"] <= tensors, f"{grown['tensors']} tensors leaked in {steps} steps")
+        require(grown["files"] <= SPARE_FILES, f"{grown['files']} files left open in {steps} steps")
+        require(grown["memory"] <= SPARE_MEMORY, f"{grown['memory']} bytes leaked in {steps} steps")
+
+    def _check_records(self) -> None:
+        """The file can be read, and has every step once, as it was."""
+        self.training.scaler_state()  # what is due under Fabric is done
+        self.recorder.close()
+        path = self.folder / "records.jsonl"
+        if self.rank or not self.recording or not path.exists():
+            return
+        if self.attempt and "resumed records" in self.case.unchecked:
+            return
+        records: dict[int, dict[str, Any]] = {}
+        bad = 0
+        for line in path.read_bytes().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                bad += 1
+                continue
+            if isinstance(row, dict) and "step" in row:
+                records[row["step"]] = row
+        spoiled = sum(f.kind == "damaged record" for f in self.case.faults)
+        torn = self.attempt
+        require(bad <= 8 * spoiled + torn, f"{bad} lines of the record file cannot be read")
+        got = {n: (r["scale"], r.get("skipped", False)) for n, r in records.items()}
+        missing = set(self.updates) - set(got)
+        require(len(missing) <= spoiled, f"records of steps {sorted(missing)[:9]} are missing")
+        require(
+            not set(got) - set(self.updates),
+            f"records of {len(got)} steps where there were {len(self.updates)}",
+        )
+        wrong = {n: (self.updates[n], got[n]) for n in got if self.updates[n] != got[n]}
+        require(
+            not wrong, f"records are wrong (step: was, record): {dict(list(wrong.items())[:3])}"
+        )
+
+    # Checkpoints.
+
+    def _save(self, step: int) -> None:
+        path = self.folder / f"checkpoint-{step}"
+        if self.rank == 0:
+            path.mkdir(exist_ok=True)
+        dist.barrier()
+        self.training.save(path)
+        dist.barrier()
+        if self.rank == 0:
+            about = {"step": step, "updates": list(self.updates.values())}
+            about["recording"] = self.recording
+            (self.folder / "last.tmp").write_text(json.dumps(about))
+            (self.folder / "last.tmp").replace(self.folder / "last.json")
+        dist.barrier()
+
+    def _load_last(self) -> None:
+        path = self.folder / "last.json"
+        if not path.exists():
+            return
+        about = json.loads(path.read_text())
+        self.first, self.recording = about["step"], about["recording"]
+        self.updates = {n: (scale, bad) for n, (scale, bad) in enumerate(about["updates"])}
+        self.training.load(self.folder / f"checkpoint-{self.first}")
+
+
+# The gradient that the step was to take.
+
+
+class Look:
+    """Gradients after backward, before anything unscales them."""
+
+    def __init__(self, parameters: list[Tensor], scale: float) -> None:
+        self.scale = scale
+        self.weights = [local(p.detach()).clone() for p in parameters]
+        # Powers of two: exact.
+        grads = [None if p.grad is None else local(p.grad).clone() for p in parameters]
+        self.grads = [None if g is None else g / scale for g in grads]
+        self.bad = any(g is not None and not bool(g.isfinite().all()) for g in grads)
+
+
+class Shadow:
+    """The same optimizer without a scaler, led through the true gradients step by step."""
+
+    def __init__(self, training: Any, case: Case) -> None:
+        self.training, self.case = training, case
+        self.weights = [local(p.detach()).clone().requires_grad_() for p in training.parameters]
+        kind = "adamw" if case.optimizer == "fused" else case.optimizer
+        self.optimizer = optimizer_of(kind, self.weights)
+        real = training.optimizer
+        for weight, param in zip(self.weights, training.parameters, strict=True):
+            for key, value in real.state.get(param, {}).items():
+                kept = local(value).clone() if isinstance(value, Tensor) else value
+                self.optimizer.state[weight][key] = kept
+
+    def look(self) -> Look:
+        return Look(self.training.parameters, self.training.scaler.get_scale())
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for weight, param in zip(self.weights, self.training.parameters, strict=True):
+                weight.copy_(local(param))
+
+    def check(self, at: str, before: Look, bad: bool) -> None:
+        """The optimizer has taken the step of the true gradient, or none."""
+        now = [local(p.detach()) for p in self.training.parameters]
+        if bad:
+            same = all(torch.equal(a, b) for a, b in zip(now, before.weights, strict=True))
+            require(same, f"{at}: was skipped and moved the weights")
+            return
+        factor = self._clipping(before)
+        for weight, grad in zip(self.weights, before.grads, strict=True):
+            weight.grad = None if grad is None else grad * factor
+        self.optimizer.step()
+        for weight, old, new in zip(self.weights, before.weights, now, strict=True):
+            if old.numel():
+                self._compare(at, new - old, weight.detach() - old)
+        self.follow()
+
+    def _compare(self, at: str, moved: Tensor, right: Tensor) -> None:
+        largest = float(right.abs().max())
+        # Clipping and fused optimizers round elsewhere; a scale that was left in shows by far.
+        require(
+            float((moved - right).abs().max()) <= 1e-3 * largest + 1e-6,
+            f"{at}: a weight moved by {float(moved.abs().max()):.3g} and not by {largest:.3g}",
+        )
+
+    def _clipping(self, before: Look) -> float:
+        if self.case.max_norm is None:
+            return 1.0
+        square = sum(float(g.double().square().sum()) for g in before.grads if g is not None)
+        if self.case.layout == "fsdp2":
+            square = sum(everyone(square))
+        return min(1.0, self.case.max_norm / (math.sqrt(square) + 1e-6))
+
+
+# Small things.
+
+
+def everyone(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def require_same(values: list[Any], what: str) -> None:
+    require(all(value == values[0] for value in values), f"{what} differ: {values}")
+
+
+def canonical(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+        for key, value in state.items()
+    }
+
+
+def difference(one: Any, other: Any, path: str = "state") -> str:
+    """Where two states differ first; empty where they do not."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        pairs = [(one[key], other[key], f"{path}.{key}") for key in one]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [(a, other[n], f"{path}[{n}]") for n, a in enumerate(one)]
+    else:
+        return "" if one == other else f"{path}: {str(one)[:80]} -> {str(other)[:80]}"
+    return next((found for pair in pairs if (found := difference(*pair))), "")
+
+
+def damaged(state: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+    """One entry of a state, at any depth, gone or replaced."""
+    key = dice.choice(list(state))
+    value = state[key]
+    if isinstance(value, str) and value.startswith("{") and dice.random() < 0.8:
+        inner = damaged(json.loads(value), dice)
+        return {**state, key: json.dumps(inner)}
+    if isinstance(value, dict) and value and dice.random() < 0.8:
+        return {**state, key: damaged(value, dice)}
+    if isinstance(value, list) and value and dice.random() < 0.8:
+        place = dice.randrange(len(value))
+        entry = value[place]
+        entry = damaged(entry, dice) if isinstance(entry, dict) and entry else dice.choice(BAD)
+        return {**state, key: [*value[:place], entry, *value[place + 1 :]]}
+    if dice.random() < 0.2:
+        return {k: v for k, v in state.items() if k != key}
+    if isinstance(value, str) and value and dice.random() < 0.5:
+        return {**state, key: value[: dice.randrange(len(value))]}
+    return {**state, key: dice.choice(BAD)}
+
+
+BAD: tuple[Any, ...] = (None, "x", -1, math.nan, math.inf, 0, 2**70, [], {}, [1], True, -0.5)
+
+
+def usage() -> dict[str, int]:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return {
+        "tensors": tensors,
+        "files": len(os.listdir("/proc/self/fd")),
+        "memory": pages * resource.getpagesize(),
+    }
+
+
+class _disk_full:
+    """No file can grow inside."""
+
+    def __init__(self, full: bool) -> None:
+        self.full = full
+
+    def __enter__(self) -> None:
+        if self.full:
+            self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, self.before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        if self.full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def main(text: str, rank: int, world: int, attempt: int, port: int, folder: Path) -> None:
+    """A rank's process: run, write the verdict, end."""
+    log = open(folder / f"log-{attempt}-{rank}.txt", "w")  # noqa: SIM115 (the process ends)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    warnings.simplefilter("default")
+    torch.set_num_threads(1)
+    verdict: dict[str, Any] = {"ok": True}
+    try:
+        join_world(rank, world, port)
+        Session(Case.from_json(text), rank, world, attempt, folder).run()
+        dist.barrier()
+    except BaseException as error:
+        verdict = {"ok": False, "kind": type(error).__name__, "message": str(error)}
+        verdict["trace"] = traceback.format_exc()
+    verdict["time"] = time.time()
+    path = folder / f"verdict-{attempt}-{rank}"
+    path.with_suffix(".tmp").write_text(json.dumps(verdict))
+    path.with_suffix(".tmp").replace(path.with_suffix(".json"))
+    sys.stdout.flush()
+    os._exit(0 if verdict["ok"] else 1)
