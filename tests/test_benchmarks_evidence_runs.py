@@ -251,7 +251,7 @@ def test_processes_side_by_side_and_one_that_fails(tmp_path: Path):
     rows = {row["way"]: row for row in load(tmp_path / "runs.jsonl")}
     assert rows["adaptive"]["record"] == f"{job.name}.jsonl"
     assert (tmp_path / "records" / f"{job.name}.jsonl").exists()
-    assert "error" in rows["no such way"]
+    assert rows["no such way"]["error"].startswith("ValueError: there is no way 'no such way'")
     assert asked.failed == {wrong}
 
 
