@@ -7,6 +7,7 @@ that finds one writes it down and ends; see ``soak.py`` for who reads it.
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import json
@@ -38,6 +39,7 @@ from soak_training import (
 )
 from torch import Tensor
 
+DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 SPARE_TENSORS = 30
 SPARE_FILES = 2
 SPARE_MEMORY = 96 << 20
@@ -72,8 +74,8 @@ class Session:
         ends = case.ends
         self.end = ends[attempt] if attempt < len(ends) else None
         self.training = TRAINERS[case.trainer](case, rank, world)
-        self.twin = scaler_of(case, net(case.seed))
-        self.updates: dict[int, tuple[float, bool]] = {}
+        self.twin = scaler_of(case, net(case))
+        self.updates: dict[int, tuple[float, bool | None]] = {}
         """Scale and skip of every update so far, by its number."""
         self.first, self.recording = 0, True
         self._load_last()
@@ -110,7 +112,8 @@ class Session:
         self._end(step, 1)
         before = self.shadow.look()
         if "dropped" in kinds:
-            self.training.drop(kinds["dropped"].chance)
+            if self.training.drop(kinds["dropped"].chance):
+                self._updated(before.scale, None)
             self.after_drop = True
             return
         with _disk_full("full disk" in kinds):
@@ -118,6 +121,12 @@ class Session:
         self._end(step, 2)
         if stepped:
             self._check(step, before)
+        else:
+            self._updated(before.scale, None)
+
+    def _updated(self, scale: float, skipped: bool | None) -> None:
+        """An update at a scale; None where it is not for us to say whether a step was skipped."""
+        self.updates[len(self.updates)] = scale, skipped
 
     def _backward(self, step: int, kinds: dict[str, Fault]) -> None:
         if "missing" not in kinds or not self._mine(kinds["missing"]):
@@ -224,7 +233,7 @@ class Session:
             math.isfinite(after["scale"]) and after["scale"] > 0,
             f"a damaged state was taken, and the scale is {after['scale']}",
         )
-        self.twin = scaler_of(self.case, net(self.case.seed))
+        self.twin = scaler_of(self.case, net(self.case))
 
     # What has to hold.
 
@@ -232,7 +241,7 @@ class Session:
         crc, finite = 0, True
         for param in self.training.parameters:
             values = local(param.detach())
-            crc = zlib.crc32(values.contiguous().numpy().tobytes(), crc)
+            crc = zlib.crc32(values.cpu().contiguous().numpy().tobytes(), crc)
             finite &= bool(values.isfinite().all())
         return {"scale": self.training.scaler.get_scale(), "weights": crc, "finite": finite}
 
@@ -254,7 +263,7 @@ class Session:
             f"{at}: skipped is {[f['skipped'] for f in facts]}, a gradient was bad: {bad}",
         )
         self.shadow.check(at, before, bad)
-        self.updates[len(self.updates)] = before.scale, bad
+        self._updated(before.scale, bad)
         if step % 3 == 0:
             self._check_state(at)
         self._check_trace(step, facts)
@@ -273,8 +282,11 @@ class Session:
         """Steps that are taken again after a checkpoint come out as before."""
         if self.rank:
             return
-        # With several ranks a probe under way is taken again, and float16 may round otherwise.
-        comparable = self.case.scaler != "adaptive" or self.world == 1
+        # In a group a probe under way is taken again, at another scale; DDP has other buckets in
+        # its first step, and sums of three terms depend on them.
+        case = self.case
+        comparable = case.layout == "plain" if self.world == 1 else case.scaler != "adaptive"
+        comparable &= self.world <= 2 or case.layout != "ddp"
         row = [self.world, facts[0]["scale"], [fact["weights"] for fact in facts]]
         path = self.folder / f"trace-{step}.json"
         if comparable and path.exists():
@@ -299,32 +311,21 @@ class Session:
         path = self.folder / "records.jsonl"
         if self.rank or not self.recording or not path.exists():
             return
-        if self.attempt and "resumed records" in self.case.unchecked:
+        # On a GPU records leave it in batches, and a kill takes the last of them along.
+        if self.attempt and ("resumed records" in self.case.unchecked or self.case.device != "cpu"):
             return
-        records: dict[int, dict[str, Any]] = {}
-        bad = 0
-        for line in path.read_bytes().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                bad += 1
-                continue
-            if isinstance(row, dict) and "step" in row:
-                records[row["step"]] = row
-        spoiled = sum(f.kind == "damaged record" for f in self.case.faults)
-        torn = self.attempt
-        require(bad <= 8 * spoiled + torn, f"{bad} lines of the record file cannot be read")
-        got = {n: (r["scale"], r.get("skipped", False)) for n, r in records.items()}
-        missing = set(self.updates) - set(got)
-        require(len(missing) <= spoiled, f"records of steps {sorted(missing)[:9]} are missing")
-        require(
-            not set(got) - set(self.updates),
-            f"records of {len(got)} steps where there were {len(self.updates)}",
-        )
-        wrong = {n: (self.updates[n], got[n]) for n in got if self.updates[n] != got[n]}
-        require(
-            not wrong, f"records are wrong (step: was, record): {dict(list(wrong.items())[:3])}"
-        )
+        records, unread = read_records(path)
+        spoiled = sum(fault.kind == "damaged record" for fault in self.case.faults)
+        limit = 8 * spoiled + self.attempt  # a kill may tear a line
+        require(unread <= limit, f"{unread} lines of the record file cannot be read")
+        missing = sorted(set(self.updates) - set(records))
+        require(len(missing) <= spoiled, f"records of steps {missing[:9]} are missing")
+        beyond = len(set(records) - set(self.updates))
+        require(not beyond, f"{beyond} records of steps that were none")
+        for step, (scale, skipped) in records.items():
+            right = self.updates[step]
+            same = scale == right[0] and right[1] in (None, skipped)
+            require(same, f"the record of step {step} says {scale, skipped}, it was {right}")
 
     # Checkpoints.
 
@@ -435,6 +436,27 @@ def require_same(values: list[Any], what: str) -> None:
     require(all(value == values[0] for value in values), f"{what} differ: {values}")
 
 
+def read_records(path: Path) -> tuple[dict[int, tuple[float, bool]], int]:
+    """Scale and skip by step, and the number of lines that cannot be read.
+
+    A run that goes on from an earlier step takes the records from there on back.
+    """
+    records: dict[int, tuple[float, bool]] = {}
+    unread = 0
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            unread += 1
+            continue
+        if isinstance(row, dict) and isinstance(row.get("run"), dict):
+            first = row["run"].get("from", math.inf)
+            records = {step: record for step, record in records.items() if step < first}
+        elif isinstance(row, dict) and "step" in row:
+            records[row["step"]] = row["scale"], row.get("skipped", False)
+    return records, unread
+
+
 def canonical(state: dict[str, Any]) -> dict[str, Any]:
     return {
         key: json.loads(value) if isinstance(value, str) and value.startswith("{") else value
@@ -510,15 +532,17 @@ class _disk_full:
 
 def main(text: str, rank: int, world: int, attempt: int, port: int, folder: Path) -> None:
     """A rank's process: run, write the verdict, end."""
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # a soak that is killed leaves no rank
     log = open(folder / f"log-{attempt}-{rank}.txt", "w")  # noqa: SIM115 (the process ends)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     warnings.simplefilter("default")
     torch.set_num_threads(1)
     verdict: dict[str, Any] = {"ok": True}
+    case = Case.from_json(text)
     try:
-        join_world(rank, world, port)
-        Session(Case.from_json(text), rank, world, attempt, folder).run()
+        join_world(case, rank, world, port)
+        Session(case, rank, world, attempt, folder).run()
         dist.barrier()
     except BaseException as error:
         verdict = {"ok": False, "kind": type(error).__name__, "message": str(error)}
