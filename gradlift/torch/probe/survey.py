@@ -123,9 +123,7 @@ def _at_stake(parts: Found, inside: set[str]) -> list[Histogram]:
     return [found for _, found in parts]
 
 
-def _storing(
-    rows: Rows, formats: _Formats, seen: Mapping[int, Found], leaves: Found
-) -> set[int]:
+def _storing(rows: Rows, formats: _Formats, seen: Mapping[int, Found], leaves: Found) -> set[int]:
     """The components that store something narrow themselves: inside, for a leaf, or on the way out.
 
     What only enters one was stored by the component before it, at that one's exponent; a higher
