@@ -43,7 +43,7 @@ def clip_unscaled_(scaler: GradScaler, optimizer: torch.optim.Optimizer, max_nor
 
 def stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
     """READY, UNSCALED or STEPPED."""
-    return scaler._steps.of(optimizer).stage
+    return scaler._steps.of(optimizer).entry["stage"]
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Tensor:

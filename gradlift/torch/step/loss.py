@@ -42,7 +42,8 @@ class LossFlags:
             self.reset()
         if not output.is_floating_point():
             return
-        value = output._values() if output.is_sparse else local(output)
+        plain = type(output) is Tensor and not output.is_sparse
+        value = output if plain else output._values() if output.is_sparse else local(output)
         if not value.numel():
             return
         if self._flag is None and self._unseen is None and _can_wait(value, device):

@@ -23,7 +23,8 @@ class OptimizerStep:
     """One optimizer's step, as far as it has come."""
 
     entry: dict[str, Any]
-    """torch's dict of this optimizer."""
+    """torch's dict of this optimizer: ``stage``, an ``OptState``; ``found_inf_per_device``, a 0-d
+    float32 flag for each device of the gradients, empty before their check."""
     bad_loss: Tensor | None = None
     """0-d float32, 1.0 where a loss was not finite; None if no loss was looked at."""
     exchange: Exchange | None = None
@@ -38,26 +39,6 @@ class OptimizerStep:
     """Whether the overflow report has seen these gradients."""
     needs_largest: bool = False
     """Whether somebody waits for the largest magnitude of these gradients."""
-
-    @property
-    def stage(self) -> OptState:
-        """READY, UNSCALED or STEPPED."""
-        return self.entry["stage"]
-
-    @property
-    def found_inf(self) -> dict[torch.device, Tensor]:
-        """A 0-d float32 flag for each device of the gradients; empty before their check."""
-        return self.entry["found_inf_per_device"]
-
-    # Methods and no setters, which torch.compile does not trace.
-
-    def enter(self, stage: OptState) -> None:
-        """The optimizer has come to ``stage``."""
-        self.entry["stage"] = stage
-
-    def set_found_inf(self, flags: dict[torch.device, Tensor]) -> None:
-        """The check found ``flags``."""
-        self.entry["found_inf_per_device"] = flags
 
 
 class OptimizerSteps:
