@@ -93,10 +93,10 @@ def test_a_dispute_seen_late_is_told_at_the_update() -> None:
     scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([weight], lr=0.1)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
-    scaler._agreement.ranks, scaler._agreement._evidence = RANKS, rows(SCALE=[8, 8, 16])
+    scaler._agreement.ranks, scaler._agreement.evidence = RANKS, rows(SCALE=[8, 8, 16])
     with pytest.raises(RuntimeError, match="16 on rank 8"):
         scaler.update()
-    assert scaler._agreement._evidence is None
+    assert scaler._agreement.evidence is None
 
 
 @pytest.fixture

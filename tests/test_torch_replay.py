@@ -125,8 +125,8 @@ def test_ranks_that_differ_are_told_of_after_replays_too(capture):
     capture(trainer)
     scaler = trainer.scaler
     scaler._agreement.ranks = Ranks((None,), (0, 1), 0)
-    scaler._agreement._evidence = torch.zeros(2, message.COLUMNS)
-    scaler._agreement._evidence[1, message.SCALE] = 8.0
+    scaler._agreement.evidence = torch.zeros(2, message.COLUMNS)
+    scaler._agreement.evidence[1, message.SCALE] = 8.0
     with pytest.raises(RuntimeError, match="the scale differs between ranks"):
         scaler.replayed()
     scaler.close()

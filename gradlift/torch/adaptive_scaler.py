@@ -228,9 +228,8 @@ class AdaptiveGradScaler(GradScaler):
             super().update(new_scale)
             return
         controller, ranks = self._controller, self._agreement.ranks
-        device = self._device_scale.require("update").scale.device
         found, bad_loss = self._check.overflow_counts(required=new_scale is None)
-        captures = capturing(device)
+        captures = capturing(found.device)
         if captures:
             controller.capture(found, bad_loss)
         if captures or self._closed:

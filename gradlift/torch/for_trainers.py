@@ -50,7 +50,7 @@ def stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
     """
     known = scaler._steps.of(optimizer)
     later_backward.heed(scaler._check, known)
-    return known.stage
+    return known.entry["stage"]
 
 
 def model_of(scaler: GradScaler) -> torch.nn.Module | None:

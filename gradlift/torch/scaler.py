@@ -22,7 +22,6 @@ but it takes nothing on trust from it. The work is done by parts that know no sc
 from __future__ import annotations
 
 import json
-import warnings
 import weakref
 from collections import abc
 from collections.abc import Callable, Iterable
@@ -39,12 +38,12 @@ from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks.agreement import Agreement
 from gradlift.torch.ranks.shared_cause import first_of
-from gradlift.torch.step import after_step, closures, fused, grads, later_backward, ways
+from gradlift.torch.step import after_step, closures, grads, later_backward, ways
 from gradlift.torch.step.alarms import Alarms
 from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.loss import LossFlags
-from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
+from gradlift.torch.step.optimizer_step import OptimizerSteps
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Report
 from gradlift.torch.step.readback import moved_to
@@ -210,7 +209,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._check.ready(optimizer, "_check_inf_per_device")
-        known = self._check.run(optimizer, self._device_scale.one, True, self._unscale_grads_)
+        known, one = self._steps.of(optimizer), self._device_scale.one
+        self._check.run(optimizer, known, one, True, self._unscale_grads_)
         self._check.found(known)
         return known.entry["found_inf_per_device"]
 
@@ -258,12 +258,13 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if self._scale is None:
+            scale = self._device_scale.scale
+            if scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            scale = self._device_scale.require("scale").scale
-            if not (self._losses.in_closure or torch.compiler.is_compiling()):
-                later_backward.note(self._check)
+                scale = self._device_scale.require("scale").scale
             if not torch.compiler.is_compiling():
+                if not self._losses.in_closure:
+                    later_backward.note(self._check)
                 self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
@@ -286,15 +287,16 @@ class GradScaler(torch.amp.GradScaler):
         self._ready(optimizer, "unscale_")
         known = self._steps.of(optimizer)
         later_backward.heed(self._check, known)
-        if known.stage is OptState.UNSCALED:
+        if known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
             )
-        if known.stage is OptState.STEPPED:
+        if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         inv_scale = grads.inverse(self._device_scale.require("unscale_").scale)
-        self._check.run(optimizer, inv_scale, self._allow_fp16_grads, self._unscale_grads_)
-        known.enter(OptState.UNSCALED)
+        allow_fp16 = self._allow_fp16_grads
+        self._check.run(optimizer, known, inv_scale, allow_fp16, self._unscale_grads_)
+        known.entry["stage"] = OptState.UNSCALED
         if not torch.compiler.is_compiling():
             known.optimizer = weakref.ref(optimizer)
 
@@ -333,7 +335,7 @@ class GradScaler(torch.amp.GradScaler):
             What ``optimizer.step`` returned, or None if the step was skipped.
         """
         closure, rest, rest_kwargs = closures.split(args, kwargs)
-        ways.check_arguments(max_norm, retries, closure)
+        closures.check_arguments(max_norm, retries, closure)
         self._outcome.max_norm = max_norm
         if not self._enabled:
             return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
@@ -342,18 +344,18 @@ class GradScaler(torch.amp.GradScaler):
             self._ready(optimizer, "step")
         known = self._steps.of(optimizer)
         later_backward.heed(self._check, known)
-        if known.stage is OptState.STEPPED:
+        if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if closure is None and fused.wants_scaler(optimizer):
-            result = self._step_with_scaler(optimizer, known, max_norm, (args, kwargs))
-        elif closure is None:
+        if closure is None:
             result = ways.step(
                 self._check,
                 optimizer,
+                known,
                 max_norm,
                 (args, kwargs),
                 unscale=self.unscale_,
                 unscale_grads=self._unscale_grads_,
+                scaler=self,
             )
         else:
             result = closures.ClosureStep(
@@ -364,27 +366,9 @@ class GradScaler(torch.amp.GradScaler):
                 max_norm=max_norm,
                 retries=retries,
             ).run(rest, rest_kwargs)
-        known.enter(OptState.STEPPED)
+        known.entry["stage"] = OptState.STEPPED
         if not torch.compiler.is_compiling():
             self._outcome.keep_for(optimizer)
-        return result
-
-    def _step_with_scaler(
-        self,
-        optimizer: torch.optim.Optimizer,
-        known: OptimizerStep,
-        max_norm: float | None,
-        arguments: ways.Arguments,
-    ) -> Any:
-        if max_norm is not None:
-            raise ValueError(
-                f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
-                "call unscale_() and clip_grad_norm_() before step()"
-            )
-        warnings.warn(fused.SCALER_AS_ARGUMENT, FutureWarning, stacklevel=3)
-        args, kwargs = arguments
-        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        self._outcome.found_inf = self._check.found(known)
         return result
 
     # Update.
@@ -399,7 +383,6 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._device_scale.require("update")
         found, bad_loss = self._check.overflow_counts(required=new_scale is None)
         self._end_iteration(new_scale, found, bad_loss)
 
@@ -434,8 +417,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _look_after(self) -> None:
         """Raise or warn of what has reached the host by now."""
-        self._agreement.verify()
-        counts = self._device_scale.arrived_counts()
+        if self._agreement.evidence is not None:
+            self._agreement.verify()
+        scale = self._device_scale
+        counts = scale.readback.tick(scale.counts)
         if counts is not None:
             self._alarms.sound(counts, self)
             self._search.consider(counts[BAD_LOSS], counts[CONSECUTIVE])

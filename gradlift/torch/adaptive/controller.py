@@ -120,7 +120,8 @@ class Controller:
             bad_loss: 0-d float32: how many of them had a bad loss.
             ranks: those that decide together.
         """
-        scale = self._scale.require("update").scale
+        scale = self._scale.scale
+        assert scale is not None
         if ranks is not None or not scale.is_cuda or not has_triton():
             return InFlight(self._row(found, bad_loss))
         if self._rows is None:
@@ -129,10 +130,11 @@ class Controller:
 
     def _row(self, found: Tensor, bad_loss: Tensor) -> Tensor:
         """The same on the device; with ranks also ``AgreedColumns``."""
-        scale = self._scale.require("update").scale
+        scale = self._scale.scale
+        assert scale is not None
         largest = self.largest.take(self._scale.zero).amax()
         row = torch.stack([scale, largest, found.float(), bad_loss.float()])
-        return self._columns.add_to(row)
+        return self._columns.add_to(row) if self._columns.agreed else row
 
     def capture(self, found: Tensor, bad_loss: Tensor) -> None:
         """The step is being captured: a replay takes the plan and the exponents of now."""
@@ -153,7 +155,8 @@ class Controller:
         """Put the step into the queue, and show the pilot those whose turn has come."""
         self._has_ranks = ranks is not None
         pending = Pending(self.step_number, sent, probe)
-        pending.layout = self._columns.end()
+        if ranks is not None:
+            pending.layout = self._columns.end()
         self.pending.append(pending)
         while len(self.pending) > (0 if self.pilot.searching else DELAY):
             self.learn(self.pending.popleft(), ranks, recorders)

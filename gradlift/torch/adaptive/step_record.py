@@ -42,17 +42,16 @@ class Pending:
     @property
     def agreed(self) -> AgreedColumns | None:
         """What the ranks told each other in the step; None without ranks."""
-        if self._row is None or self._row.wait().numel() == 4:
-            return None
-        return AgreedColumns(*self._row.wait().tolist()[4:])
+        numbers = [] if self._row is None else self._row.wait().tolist()
+        return AgreedColumns(*numbers[4:]) if len(numbers) > 4 else None
 
     def record(self) -> Record:
         """The record; waits for it if it must."""
         if self._saved:
             return Record(**self._saved["record"])
         assert self._row is not None
-        scale, largest, found, bad_loss = self._row.wait().tolist()[:4]
-        largest = largest if self.agreed is None else self.agreed.largest
+        scale, largest, found, bad_loss, *agreed = self._row.wait().tolist()
+        largest = AgreedColumns(*agreed).largest if agreed else largest
         exponent = _exponent(scale)
         known = math.isfinite(largest) and largest > 0
         return Record(

@@ -69,7 +69,8 @@ class AdaptiveColumns:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         """Of the probe, as it was told last."""
-        self._agreed: list[Tensor] = []
+        self.agreed: list[Tensor] = []
+        """What came of each agreement of the step: float64 [ADDED + 2] on the device."""
         self._hashed: tuple[Any, Any, int] | None = None
         self._forms: dict[Any, Tensor] = {}
 
@@ -112,14 +113,11 @@ class AdaptiveColumns:
     def receive(self, columns: Tensor, disputed: Tensor) -> None:
         """Take in the columns of all ranks: float64 [ranks, ADDED] on the device."""
         low = columns[:, LAYOUT].amin()
-        self._agreed.append(torch.cat([columns.amax(0), torch.stack([low, disputed.to(low)])]))
+        self.agreed.append(torch.cat([columns.amax(0), torch.stack([low, disputed.to(low)])]))
 
     def add_to(self, row: Tensor) -> Tensor:
-        """``row``, one dimension, and ``AgreedColumns`` in float64 behind it if there was an
-        agreement."""
-        agreed, self._agreed = self._agreed, []
-        if not agreed:
-            return row
+        """``row``, one dimension, and ``AgreedColumns`` in float64 behind it."""
+        agreed, self.agreed = self.agreed, []
         whole = agreed[-1]
         if len(agreed) > 1:
             whole = torch.stack(agreed).amax(0)
@@ -130,7 +128,7 @@ class AdaptiveColumns:
 
     def end(self) -> Layout | None:
         """The layout that was told; the step is over, and what was agreed in it is forgotten."""
-        self._agreed.clear()
+        self.agreed.clear()
         layout, self.layout = self.layout, None
         return layout
 

@@ -13,6 +13,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradlift.policy import ScaleState
@@ -68,10 +69,16 @@ class Agreement:
         self.ranks: Ranks | None = None
         """The ranks that decide together; None for a process that decides alone. Known after
         the first ``step`` or ``unscale_`` where neither a group nor the model tells it before."""
+        self.tells_bad_losses = True
+        """Whether a bad loss may be told from an overflow. Ranks that train together must decide
+        alike: one that keeps its scale while another halves would average gradients of different
+        scales. So in a job of several ranks without a group to reduce over, a bad loss is left to
+        show in the gradients, like any overflow."""
         self.ownership = ownership.Ownership()
         self.addition: Addition | None = None
         self._joined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._evidence: Tensor | None = None
+        self.evidence: Tensor | None = None
+        """Of the first dispute, on a GPU: float64 [ranks, columns], zeros if there was none."""
         self._evidence_on_host = Counts()
 
     @property
@@ -94,20 +101,20 @@ class Agreement:
 
     def join(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
         """The ranks to decide with, once this optimizer's parameters were looked at."""
-        if torch.compiler.is_compiling():
-            return self.ranks
-        if self._process_group is not None and self.ranks is None:  # comes from a pickle
-            self.ranks = groups.of(self._process_group)
-        if not groups.initialized():
-            return self.ranks
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._joined.get(optimizer) != count:
-            self._look_at(optimizer)
-            self._joined[optimizer] = count
+        several = dist.is_available() and dist.is_initialized()
+        if not torch.compiler.is_compiling():
+            if self._process_group is not None and self.ranks is None:  # comes from a pickle
+                self.ranks = groups.of(self._process_group)
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            if several and self._joined.get(optimizer) != count:
+                self._look_at(optimizer)
+                self._joined[optimizer] = count
+        lone = not several or dist.get_world_size() == 1
+        self.tells_bad_losses = lone or self.ranks is not None
         return self.ranks
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        model, world_size = self._wrapped(), torch.distributed.get_world_size()
+        model, world_size = self._wrapped(), dist.get_world_size()
         if self._process_group is None:
             found = groups.implied(grads.parameters(optimizer), model)
             self.ranks = groups.widest([self.ranks, found])
@@ -122,15 +129,6 @@ class Agreement:
             )
         if self.addition is not None:
             self.addition.check_alone(world_size)
-
-    def tells_bad_losses(self) -> bool:
-        """Whether a bad loss may be told from an overflow. Ranks that train together must decide
-        alike: one that keeps its scale while another halves would average gradients of different
-        scales. So in a job of several ranks without a group to reduce over, a bad loss is left to
-        show in the gradients, like any overflow."""
-        if self.ranks is not None or not groups.initialized():
-            return True
-        return torch.distributed.get_world_size() == 1
 
     # Propose.
 
@@ -198,22 +196,22 @@ class Agreement:
             if bool(verdict.disputed):
                 self._refuse(rows.tolist())
             return verdict
-        kept = torch.zeros_like(rows) if self._evidence is None else self._evidence
+        kept = torch.zeros_like(rows) if self.evidence is None else self.evidence
         # The first dispute is kept: later ones may only follow from it.
         fresh = verdict.disputed & ~kept.any()
-        self._evidence = torch.where(fresh, rows, kept)
+        self.evidence = torch.where(fresh, rows, kept)
         return verdict
 
     # Verify.
 
     def verify(self, wait: bool = False) -> None:
         """Raise if the ranks were seen to differ, as far as the host knows by now."""
-        if self._evidence is None:
+        if self.evidence is None:
             return
-        evidence, host = self._evidence, self._evidence_on_host
+        evidence, host = self.evidence, self._evidence_on_host
         arrived: Any = evidence.tolist() if wait else host.tick(evidence)
         if arrived is not None and any(map(any, arrived)):
-            self._evidence = None
+            self.evidence = None
             self._refuse(arrived)
 
     def _refuse(self, rows: list[list[float]]) -> None:

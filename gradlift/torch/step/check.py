@@ -86,7 +86,7 @@ class GradCheck:
     ) -> None:
         self.scale, self.steps, self.losses = scale, steps, losses
         self.overflows, self.agreement, self.outcome = overflows, agreement, outcome
-        self._clears = clears
+        self.clears = clears
         self.watcher: Watcher | None = None
         self._collected: Collected | None = None
 
@@ -103,7 +103,8 @@ class GradCheck:
             if not torch.compiler.is_compiling():
                 with torch.no_grad():
                     ownership.sum_partials_(optimizer)
-        self.scale.require(caller)
+        if self.scale.scale is None or self.scale.counts is None:
+            self.scale.require(caller)
 
     # Unscale and check.
 
@@ -121,30 +122,35 @@ class GradCheck:
             unscales = not has_scale or inv_scale is not self.scale.one
             if has_scale and not torch.compiler.is_compiling():
                 self._collected = collected
-                self._show(optimizer, collected, unscales)
+                if self.watcher is not None:
+                    self._show(self.watcher, optimizer, collected, unscales)
             return grads.unscale_and_check_(collected[0], inv_scale, found_inf, unscales)
 
-    def _show(self, optimizer: torch.optim.Optimizer, collected: Collected, unscales: bool) -> None:
+    def _show(
+        self,
+        watcher: Watcher,
+        optimizer: torch.optim.Optimizer,
+        collected: Collected,
+        unscales: bool,
+    ) -> None:
         """The gradients to the watcher, before they are divided by the scale."""
-        if self.watcher is None:
-            return
         home = self.scale.device
         if home.type == "cuda" and has_triton() and not unscales:
             # What counts overflows there can look for the largest in the same launch.
             self.steps.of(optimizer).needs_largest = True
         else:
-            self.watcher.see(optimizer, collected, home)
+            watcher.see(optimizer, collected, home)
 
     def run(
         self,
         optimizer: torch.optim.Optimizer,
+        known: OptimizerStep,
         inv_scale: Tensor,
         allow_fp16: bool,
         unscale: Unscale,
-    ) -> OptimizerStep:
+    ) -> None:
         """Multiply the gradients by ``inv_scale`` (0-d float32) and check them; begins the
         agreement of the ranks, which ``found`` waits for."""
-        known = self.steps.of(optimizer)
         self._collected = None
         bad_loss, unseen = self._take_losses()
         start = self.scale.zero if bad_loss is None else bad_loss
@@ -159,14 +165,13 @@ class GradCheck:
                 flags = {d: torch.maximum(f, bad_loss.to(d)) for d, f in flags.items()}
         elif unseen is not None and not flags:
             bad_loss = self.losses.look()  # no gradients here; the other ranks have to know
-        known.set_found_inf(flags)
+        known.entry["found_inf_per_device"] = flags
         known.bad_loss = bad_loss
         if self.agreement.ranks is not None:
             self._ask_ranks(optimizer, known)
-        return known
 
     def _take_losses(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.losses.take() if self.agreement.tells_bad_losses() else (None, None)
+        return self.losses.take() if self.agreement.tells_bad_losses else (None, None)
 
     def bad_loss(self) -> Tensor | None:
         """The flag of the losses that the step answers for, looked at now; None without any."""
@@ -213,12 +218,12 @@ class GradCheck:
         if known.needs_norm:
             known.needs_norm = False
             squares = self._squares(optimizer, device)
-        flags = [*known.found_inf.values()]
+        flags = [*known.entry["found_inf_per_device"].values()]
         if known.bad_loss is not None:
             flags.append(known.bad_loss)
         found = grads.combine(flags, device)
         found = self.scale.zero if found is None else found
-        known.set_found_inf({device: found})
+        known.entry["found_inf_per_device"] = {device: found}
         known.exchange = self.propose(found, known.bad_loss, squares)
 
     def _squares(self, optimizer: torch.optim.Optimizer, home: torch.device) -> ownership.Squares:
@@ -238,15 +243,18 @@ class GradCheck:
 
     def found(self, known: OptimizerStep) -> Tensor:
         """Whether anything was found, on any rank: 0-d float32 on the scaler's device."""
-        exchange, known.exchange = known.exchange, None
-        device = self.scale.device
+        exchange, device = known.exchange, self.scale.device
         if exchange is not None:
+            known.exchange = None
             verdict = self._settle(exchange)
-            known.set_found_inf({device: verdict.found_inf})
+            known.entry["found_inf_per_device"] = {device: verdict.found_inf}
             known.bad_loss = verdict.bad_loss
             if exchange.measured:
                 known.norm = verdict.norm
-        found = grads.combine(known.found_inf.values(), device)
+        flags = known.entry["found_inf_per_device"]
+        if device in flags and len(flags) == 1:
+            return flags[device]
+        found = grads.combine(flags.values(), device)
         return self.scale.zero if found is None else found
 
     def _settle(self, exchange: message.Exchange) -> message.Verdict:
@@ -259,6 +267,8 @@ class GradCheck:
     def overflow_counts(self, required: bool = False) -> tuple[Tensor, Tensor]:
         """How many optimizers found an inf or a NaN, and how many of them had a bad loss: 0-d
         float32 each."""
+        if self.scale.scale is None or self.scale.counts is None:
+            self.scale.require("update")
         flags = [(self.found(known), known.bad_loss) for known in self.steps.checked()]
         flags += self.steps.dropped()
         if required and not flags:
@@ -273,14 +283,9 @@ class GradCheck:
         """The host knows that this optimizer's step is skipped."""
         if not known.is_reported:
             self.overflows.note(optimizer)
-        if self._clears:
+        if self.clears:
             for tensors in grads.collect(optimizer, True).values():
                 torch._foreach_zero_(tensors)
-
-    def end_unread_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-        """The device alone knows whether this optimizer's step was skipped."""
-        if self._clears:
-            grads.zero_where_(grads.collect(optimizer, True), found_inf)
 
     # Clip.
 

@@ -70,7 +70,7 @@ class ClosureStep:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``optimizer.step(closure)`` returns, or None when the step was skipped."""
         optimizer, steps = self._optimizer, self._check.steps
-        if steps.of(optimizer).stage is OptState.UNSCALED:
+        if steps.of(optimizer).entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "step() with a closure evaluates and unscales the gradients itself; do not call "
                 "unscale_() before it, and pass max_norm= to clip"
@@ -130,10 +130,10 @@ class ClosureStep:
                 "gradients carry the scale; it called loss.backward() or nothing"
             )
         known = self._check.steps.of(optimizer)
-        known.enter(OptState.READY)
+        known.entry["stage"] = OptState.READY
         known.in_step, known.is_reported = True, False
         self._unscale(optimizer)
-        if not known.found_inf:
+        if not known.entry["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         outcome = self._check.outcome
         outcome.found_inf = self._check.found(known)
@@ -176,3 +176,18 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure | None
     if args and callable(args[0]) and not isinstance(args[0], Tensor):
         return args[0], args[1:], kwargs
     return None, args, kwargs
+
+
+def check_arguments(max_norm: Any, retries: Any, closure: Closure | None) -> None:
+    """Refuse what ``GradScaler.step`` cannot use."""
+    if max_norm is not None and (
+        isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0
+    ):
+        raise ValueError(f"max_norm must be a number above 0 (or math.inf), got {max_norm!r}")
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"retries must be a whole number from 0 up, got {retries!r}")
+    if retries and closure is None:
+        raise ValueError(
+            f"retries={retries} needs a closure: step(optimizer, closure, retries={retries}), "
+            "where closure zeroes the gradients, scales the loss, calls backward and returns it"
+        )

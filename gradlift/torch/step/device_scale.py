@@ -43,7 +43,8 @@ class DeviceScale:
         """0-d int32."""
         self.counts: Tensor | None = None
         """int32 [COUNTS], see ``update.py``."""
-        self._readback = Counts()
+        self.readback = Counts()
+        """Brings the counters to the host."""
 
     # Where it is.
 
@@ -57,7 +58,8 @@ class DeviceScale:
 
     def _make_counters(self) -> None:
         assert self.scale is not None
-        device = self.scale.device
+        device = self.device = self.scale.device
+        """Where it is."""
         patience = self.init_hysteresis_tracker
         self.hysteresis_tracker = torch.full((), patience, dtype=torch.int32, device=device)
         self.counts = torch.zeros(COUNTS, dtype=torch.int32, device=device)
@@ -78,12 +80,6 @@ class DeviceScale:
         if self.counts is None or self.hysteresis_tracker is None:
             self._make_counters()  # somebody assigned _scale and _growth_tracker
         return ScaleState(self.scale, self.growth_tracker, self.hysteresis_tracker)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is, once it is somewhere."""
-        assert self.scale is not None
-        return self.scale.device
 
     # How it moves.
 
@@ -158,11 +154,6 @@ class DeviceScale:
 
     # What the host may know.
 
-    def arrived_counts(self) -> list[int] | None:
-        """The counters, when some have arrived; to be asked once after every update."""
-        assert self.counts is not None
-        return self._readback.tick(self.counts)
-
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""
         return self.init_skipped_steps if self.counts is None else int(self.counts[SKIPPED])
@@ -210,7 +201,7 @@ class DeviceScale:
             self.hysteresis_tracker.fill_(hysteresis_tracker)
             self.counts.zero_()
             self.counts[SKIPPED].fill_(self.init_skipped_steps)
-            self._readback = Counts()
+            self.readback = Counts()
 
     def __getstate__(self) -> dict[str, Any]:
         scale, tracker = self.scale, self.growth_tracker

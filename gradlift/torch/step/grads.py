@@ -128,8 +128,11 @@ def unscale_and_check_(
     for (device, dtype), grads in buckets.items():
         if device not in flags:
             # A copy each: the caller's flag, and the flag of another device, stay as they are.
-            flags[device] = moved_to(found_inf, device, copy=True)
-            inverses[device] = moved_to(inv_scale, device)
+            here = found_inf.device == device
+            flags[device] = found_inf.clone() if here else moved_to(found_inf, device, copy=True)
+            inverses[device] = (
+                inv_scale if inv_scale.device == device else moved_to(inv_scale, device)
+            )
         _scale_and_flag_(grads, flags[device], inverses[device])
         if recheck and dtype is torch.float16:
             _scale_and_flag_(grads, flags[device], torch.ones_like(inverses[device]))

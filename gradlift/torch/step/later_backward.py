@@ -104,7 +104,7 @@ def heed(check: GradCheck, known: OptimizerStep) -> None:
     Raises:
         RuntimeError: they are of both kinds.
     """
-    if known.watch is None or known.stage is not OptState.UNSCALED:
+    if known.watch is None or known.entry["stage"] is not OptState.UNSCALED:
         return
     verdict = known.watch.verdict()
     if verdict == MIXED:

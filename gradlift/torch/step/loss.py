@@ -46,7 +46,8 @@ class LossFlags:
             self.reset()
         if not output.is_floating_point():
             return
-        value = output._values() if output.is_sparse else local(output)
+        plain = type(output) is Tensor and not output.is_sparse
+        value = output if plain else output._values() if output.is_sparse else local(output)
         if not value.numel():
             return
         if self.keeps_total:

@@ -24,7 +24,8 @@ class OptimizerStep:
     """One optimizer's step, as far as it has come."""
 
     entry: dict[str, Any]
-    """torch's dict of this optimizer."""
+    """torch's dict of this optimizer: ``stage``, an ``OptState``; ``found_inf_per_device``, a 0-d
+    float32 flag for each device of the gradients, empty before their check."""
     bad_loss: Tensor | None = None
     """0-d float32, 1.0 where a loss was not finite; None if no loss was looked at."""
     exchange: Exchange | None = None
@@ -46,32 +47,12 @@ class OptimizerStep:
     dropped: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     """Flags, of gradients and of losses, of what was unscaled and then dropped; 0-d float32."""
 
-    @property
-    def stage(self) -> OptState:
-        """READY, UNSCALED or STEPPED."""
-        return self.entry["stage"]
-
-    @property
-    def found_inf(self) -> dict[torch.device, Tensor]:
-        """A 0-d float32 flag for each device of the gradients; empty before their check."""
-        return self.entry["found_inf_per_device"]
-
     def begin_anew(self, found_inf: Tensor) -> None:
         """As before ``unscale_``; an overflow in what is dropped still counts in ``update``."""
         self.dropped.append((found_inf, self.bad_loss))
         self.entry.update(fresh_entry())
         self.bad_loss = self.norm = self.optimizer = self.watch = None
         self.is_reported = False
-
-    # Methods and no setters, which torch.compile does not trace.
-
-    def enter(self, stage: OptState) -> None:
-        """The optimizer has come to ``stage``."""
-        self.entry["stage"] = stage
-
-    def set_found_inf(self, flags: dict[torch.device, Tensor]) -> None:
-        """The check found ``flags``."""
-        self.entry["found_inf_per_device"] = flags
 
 
 class OptimizerSteps:
@@ -106,7 +87,7 @@ class OptimizerSteps:
 
     def unscaled(self) -> list[OptimizerStep]:
         """Those whose gradients lie unscaled."""
-        return [step for step in self._current() if step.stage is OptState.UNSCALED]
+        return [step for step in self._current() if step.entry["stage"] is OptState.UNSCALED]
 
     def dropped(self) -> list[tuple[Tensor, Tensor | None]]:
         """The flags of all that was dropped."""

@@ -18,86 +18,69 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.step import closures, fused, grads
 from gradlift.torch.step.check import GradCheck, Unscale
+from gradlift.torch.step.fused import Arguments
+from gradlift.torch.step.optimizer_step import OptimizerStep
 from gradlift.torch.two_pass.reference import Measure
 from gradlift.torch.two_pass.two_pass import TwoPassStep
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""For ``optimizer.step``."""
-
-
-def check_arguments(max_norm: Any, retries: Any, closure: closures.Closure | None) -> None:
-    """Refuse what ``GradScaler.step`` cannot use."""
-    if max_norm is not None and (
-        isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0
-    ):
-        raise ValueError(f"max_norm must be a number above 0 (or math.inf), got {max_norm!r}")
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"retries must be a whole number from 0 up, got {retries!r}")
-    if retries and closure is None:
-        raise ValueError(
-            f"retries={retries} needs a closure: step(optimizer, closure, retries={retries}), "
-            "where closure zeroes the gradients, scales the loss, calls backward and returns it"
-        )
 
 
 def step(
     check: GradCheck,
     optimizer: torch.optim.Optimizer,
+    known: OptimizerStep,
     max_norm: float | None,
     arguments: Arguments,
     *,
     unscale: Callable[[torch.optim.Optimizer], None],
     unscale_grads: Unscale,
+    scaler: Any,
 ) -> Any:
     """Step without a closure, in the fastest way that serves.
 
     Args:
         check: the scaler's.
         optimizer: what steps.
+        known: what is known of it.
         max_norm: to clip to, or None.
         arguments: for ``optimizer.step``.
         unscale: the scaler's ``unscale_``.
         unscale_grads: the scaler's ``_unscale_grads_``.
+        scaler: handed to an optimizer whose ``step`` takes it.
 
     Returns:
         What ``optimizer.step`` returned, or None if the step was skipped.
     """
     if torch.compiler.is_compiling():
-        return traced(check, optimizer, max_norm, unscale, unscale_grads)
-    limit = _two_pass_limit(check, optimizer, max_norm)
+        return traced(check, optimizer, known, max_norm, unscale, unscale_grads)
+    limit = max_norm
+    if limit is None and check.watcher is not None and known.entry["stage"] is OptState.READY:
+        # Its first pass gives the largest gradients, which would cost a pass of their own.
+        on_gpu = check.scale.device.type == "cuda"
+        limit = math.inf if on_gpu and check.watcher.prefers_two_passes(optimizer) else None
+    # Without max_norm the plain scaler leaves them: torch's numbers come out bit for bit only in
+    # torch's own way.
     if limit is not None and not any(arguments) and can_take_two_passes(check, optimizer):
-        return two_passes(check, optimizer, limit, max_norm)
-    if fused.supports(optimizer):
-        return by_itself(check, optimizer, max_norm, arguments, unscale_grads)
-    return plain(check, optimizer, max_norm, arguments, unscale)
-
-
-def _two_pass_limit(
-    check: GradCheck, optimizer: torch.optim.Optimizer, max_norm: float | None
-) -> float | None:
-    """What the two-pass way should clip to; None to leave it: it is asked for by max_norm, since
-    torch's numbers come out bit for bit only in torch's own way."""
-    stage, watcher = check.steps.of(optimizer).stage, check.watcher
-    if max_norm is not None or watcher is None or stage is not OptState.READY:
-        return max_norm
-    # Its first pass gives the largest gradients, which would cost a pass of their own.
-    on_gpu = check.scale.device.type == "cuda"
-    return math.inf if on_gpu and watcher.prefers_two_passes(optimizer) else None
+        return two_passes(check, optimizer, known, limit, max_norm)
+    if not fused.supports(optimizer):
+        return plain(check, optimizer, known, max_norm, arguments, unscale)
+    if fused.takes_scaler(type(optimizer)):
+        return fused.run_with_scaler(check, optimizer, known, max_norm, arguments, scaler)
+    return fused.run(check, optimizer, known, max_norm, arguments, unscale_grads)
 
 
 def plain(
     check: GradCheck,
     optimizer: torch.optim.Optimizer,
+    known: OptimizerStep,
     max_norm: float | None,
     arguments: Arguments,
     unscale: Callable[[torch.optim.Optimizer], None],
 ) -> Any:
     """An optimizer that cannot skip by itself: the host waits for the flag."""
-    known = check.steps.of(optimizer)
-    if known.stage is OptState.READY:
+    if known.entry["stage"] is OptState.READY:
         known.in_step, known.needs_norm = True, max_norm is not None
         unscale(optimizer)
-    if not known.found_inf:
+    if not known.entry["found_inf_per_device"]:
         raise AssertionError("No inf checks were recorded for this optimizer.")
     outcome = check.outcome
     outcome.found_inf = check.found(known)
@@ -112,35 +95,10 @@ def plain(
     return optimizer.step(*arguments[0], **arguments[1])
 
 
-def by_itself(
-    check: GradCheck,
-    optimizer: torch.optim.Optimizer,
-    max_norm: float | None,
-    arguments: Arguments,
-    unscale_grads: Unscale,
-) -> Any:
-    """An optimizer that unscales and skips by itself (``fused=True``)."""
-    known, outcome = check.steps.of(optimizer), check.outcome
-    grad_scale = None
-    if known.stage is OptState.READY:
-        known.needs_norm = max_norm is not None
-        check.run(optimizer, check.scale.one, True, unscale_grads)
-        grad_scale = check.scale.scale
-    found = outcome.found_inf = check.found(known)
-    if max_norm is not None:
-        coefficient = check.clip_coefficient(optimizer, max_norm, grad_scale)
-        if grad_scale is None:
-            grads.multiply_(grads.collect(optimizer, True), coefficient)
-        else:
-            grad_scale = grad_scale / coefficient
-    result = fused.step(optimizer, grad_scale, found, *arguments)
-    check.end_unread_step(optimizer, found)
-    return result
-
-
 def traced(
     check: GradCheck,
     optimizer: torch.optim.Optimizer,
+    known: OptimizerStep,
     max_norm: float | None,
     unscale: Callable[[torch.optim.Optimizer], None],
     unscale_grads: Unscale,
@@ -150,15 +108,15 @@ def traced(
     from gradlift.torch.step import traced as traced_step
 
     if fused.supports(optimizer) and not traced_step.is_stock(optimizer):
-        return by_itself(check, optimizer, max_norm, ((), {}), unscale_grads)
-    known = check.steps.of(optimizer)
-    if known.stage is OptState.READY:
+        return fused.run(check, optimizer, known, max_norm, ((), {}), unscale_grads)
+    if known.entry["stage"] is OptState.READY:
         unscale(optimizer)
     found = check.outcome.found_inf = check.found(known)
     if max_norm is not None:
         check.clip_(optimizer, max_norm)
     traced_step.step(optimizer, found)
-    check.end_unread_step(optimizer, found)
+    if check.clears:
+        grads.zero_where_(grads.collect(optimizer, True), found)
     return None
 
 
@@ -202,20 +160,25 @@ def can_take_two_passes(check: GradCheck, optimizer: torch.optim.Optimizer) -> b
 
 
 def two_passes(
-    check: GradCheck, optimizer: torch.optim.Optimizer, limit: float, max_norm: float | None
+    check: GradCheck,
+    optimizer: torch.optim.Optimizer,
+    known: OptimizerStep,
+    limit: float,
+    max_norm: float | None,
 ) -> None:
     """Check and norm in one pass; clip, unscale and update in another.
 
     Args:
         check: the scaler's.
         optimizer: one that ``can_take_two_passes``.
+        known: what is known of it.
         limit: what to clip to, ``math.inf`` not to.
         max_norm: what the user asked for; None if nobody asked for the norm.
     """
-    passes, known = TwoPassStep.of(optimizer), check.steps.of(optimizer)
+    passes = TwoPassStep.of(optimizer)
     ranks, outcome = check.agreement.ranks, check.outcome
     known.in_step = True
-    unscaled = known.stage is OptState.UNSCALED
+    unscaled = known.entry["stage"] is OptState.UNSCALED
     if unscaled:
         scale, found = check.scale.one, check.found(known).clone()
     else:
@@ -233,11 +196,12 @@ def two_passes(
     if ranks is not None:
         wanted = max_norm is not None
         found, norm = _agree_on_norm(check, optimizer, found, measured, scale, wanted)
-    known.set_found_inf({scale.device: found})
+    known.entry["found_inf_per_device"] = {scale.device: found}
     outcome.found_inf, outcome.grad_norm = found, norm
     check.overflows.count(optimizer, passes.grads, found, check.scale.updates)
     passes.update(scale, found, norm, limit)
-    check.end_unread_step(optimizer, found)
+    if check.clears:
+        grads.zero_where_(grads.collect(optimizer, True), found)
 
 
 def _agree_on_norm(
