@@ -22,7 +22,8 @@ PATIENCE = 64
 REMEMBERED = 6
 """Probes whose largest gradients are kept at most."""
 
-STEP = whole(0)
+STEP = whole(0, 2**48)
+"""Further than any run goes, and exact in float64 for long after."""
 COUNT = whole(0)
 EXPONENT = whole(-300, 300)
 OFFSET = whole(MIN_EXPONENT - MAX_EXPONENT, MAX_EXPONENT - MIN_EXPONENT)

@@ -89,7 +89,8 @@ _ADVICE = (
     "nothing has been changed: load another checkpoint, or none, and the scale starts at init_scale"
 )
 _SCALE = schema.number(SMALLEST_SCALE, LARGEST_SCALE)
-_COUNT = schema.whole(0, 2**31 - 1)
+# The counters are int32, and go on from here.
+_COUNT = schema.whole(0, 2**30)
 
 
 def _own(**own: Any) -> dict[str, Any]:
