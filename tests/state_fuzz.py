@@ -646,7 +646,8 @@ def at(state: Any, path: tuple) -> Any:
 
 ODD = [
     None, True, False, 0, 1, -1, 7, 121, -121, 2**31 - 1, 2**31, -(2**31), 2**53, 2**53 + 1, 2**63,
-    10**400, 0.0, 0.5, -0.5, 1.5, 1e-60, 1e300, math.inf, -math.inf, math.nan, "", "0", "8", "float16",
+    10**400, 0.0, 0.5, -0.5, 1.5, 1e-60, 1e300, math.inf, -math.inf, math.nan, "", "0", "8",
+    "float16",
     "float32", "nan", "\x1b[31m", [], [None], [1, 2], [[1, 2]], {}, {"": 0}, {"version": 1}, (),
     torch.ones(1), torch.ones(2, 2), torch.tensor(math.nan), b"1", 3 + 4j, object, {1: 2}, {None},
 ]  # fmt: skip
