@@ -121,7 +121,11 @@ def _pilot(**entries: Any) -> dict[str, Any]:
         found = schema.Odd("one of them")
         raise Mismatch("there with the graph that it was made for, or neither", found, "plan")
     count = 0 if graph is None else len(graph.components)
-    if plan is not None and (plan.loss, len(plan.components)) != (graph.loss, count):
+    if (
+        plan is not None
+        and graph is not None
+        and (plan.loss, len(plan.components)) != (graph.loss, count)
+    ):
         wanted = f"of {count} components, the loss's {graph.loss}, as the graph is"
         raise Mismatch(wanted, schema.Odd(_in_short(plan)), "plan")
     check_owners(entries["owners"], count)
