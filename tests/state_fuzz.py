@@ -295,7 +295,7 @@ def valid_scaler(state: Any) -> bool:
             consecutive_hysteresis=is_flag,
             min_scale=lambda v: is_number(v, *SCALES),
             max_scale=lambda v: is_number(v, *SCALES),
-            hysteresis_tracker=lambda v: is_whole(v, 0, 2**30),
+            hysteresis_tracker=lambda v: is_whole(v, 0, 2**31 - 1),
             skipped_steps=lambda v: is_whole(v, 0, 2**30),
             scheduler_flags=lambda v: is_list(v, lambda row: is_list(row, is_flag, 8)),
         )

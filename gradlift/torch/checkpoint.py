@@ -110,7 +110,7 @@ _OWN = schema.versioned(
         consecutive_hysteresis=schema.flag,
         min_scale=_SCALE,
         max_scale=_SCALE,
-        hysteresis_tracker=_COUNT,
+        hysteresis_tracker=schema.whole(0, 2**31 - 1),
         skipped_steps=_COUNT,
         scheduler_flags=schema.list_of(schema.list_of(schema.flag, most=DELAY)),
     )
