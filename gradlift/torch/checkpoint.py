@@ -96,7 +96,8 @@ _ADVICE = (
     "nothing has been changed: load another checkpoint, or none, and the scale starts at init_scale"
 )
 _SCALE = schema.number(SMALLEST_SCALE, LARGEST_SCALE)
-_COUNT = schema.whole(0, 2**31 - 1)
+# The counters are int32, and go on from here.
+_COUNT = schema.whole(0, 2**30)
 
 
 def _mended(value: Any) -> dict[str, str]:
@@ -126,7 +127,7 @@ _OWN = schema.versioned(
         consecutive_hysteresis=schema.flag,
         min_scale=_SCALE,
         max_scale=_SCALE,
-        hysteresis_tracker=_COUNT,
+        hysteresis_tracker=schema.whole(0, 2**31 - 1),
         skipped_steps=_COUNT,
         scheduler_flags=schema.list_of(schema.list_of(schema.flag, most=DELAY)),
         # Of old, steps were not counted, and the forward pass was left as it was.
