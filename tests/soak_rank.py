@@ -15,6 +15,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -80,8 +81,13 @@ class Session:
         self.first, self.recording = 0, True
         self._load_last()
         self.shadow = Shadow(self.training, case)
-        self.recorder = self.training.scaler.record_to(folder / "records.jsonl")
+        self.recorder = self._record()
         self.after_drop = False
+
+    def _record(self) -> Any:
+        self.records = self.folder / "records" / "run.jsonl"
+        self.records.parent.mkdir(exist_ok=True)
+        return self.training.scaler.record_to(self.records)
 
     # Steps.
 
@@ -200,9 +206,9 @@ class Session:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _break_files(self, fault: Fault) -> None:
-        path, scaler = self.folder / "records.jsonl", self.training.scaler
+        path = self.records
         if fault.kind == "failing writer":
-            scaler.record_to(Failing())
+            self.training.scaler.record_to(Failing())
         elif fault.kind == "damaged state":
             self._load_damaged(fault.chance)
         elif fault.kind == "full disk":
@@ -210,6 +216,8 @@ class Session:
         elif self.rank == 0 and path.exists():
             if fault.kind == "removed record":
                 path.unlink()
+                if fault.chance % 2:
+                    shutil.rmtree(path.parent)
                 self.recording = False
             elif fault.kind == "damaged record":
                 with path.open("ab") as file:
@@ -308,7 +316,7 @@ class Session:
         """The file can be read, and has every step once, as it was."""
         self.training.scaler_state()  # what is due under Fabric is done
         self.recorder.close()
-        path = self.folder / "records.jsonl"
+        path = self.records
         if self.rank or not self.recording or not path.exists():
             return
         # On a GPU records leave it in batches, and a kill takes the last of them along.
