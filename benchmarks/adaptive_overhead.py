@@ -44,7 +44,7 @@ from benchmarks.models import GPT, GPT_124M, GPT_LAUNCH_BOUND, GPT_TINY, Batch
 from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, judge, report, skips
 from benchmarks.overhead import Workload as Timed
 from benchmarks.turns import Ratio, Timings
-from gradlift.pilot import DEFAULT_INTERVAL
+from gradlift.plan.pilot import DEFAULT_INTERVAL
 
 VARIANTS = ("torch", "torch again", "gradlift", "adaptive", "naive")
 RATIOS = (
@@ -113,6 +113,8 @@ def measure_every_layer(model: nn.Module) -> None:
         for statistic in (values.abs().amax(), values.mean(), values.std()):
             statistic.item()
 
+    look.only_looks = True  # type: ignore[attr-defined]
+
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad and output.dim():
             output.register_hook(look)
@@ -128,7 +130,7 @@ def settle(trainers: dict[str, Trainer], batches: Sequence[Batch], device: torch
     scaler = trainers["adaptive"].adaptive
     turns.hold_probes(scaler)
     # A probe may be under way, and the blocks that time one must have seen it once.
-    scaler._engine.probe()
+    scaler._controller.engine.probe()
     turns.time_block(trainers["adaptive"], batches, 4, device)
     turns.hold_probes(scaler)
     gc.collect()

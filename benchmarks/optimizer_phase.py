@@ -38,8 +38,8 @@ from benchmarks.command import Command, at_least, begin, save
 from benchmarks.turns import Ratio, rotate
 from benchmarks.turns import compare as compare_rounds
 from gradlift.torch import GradScaler
-from gradlift.torch.masters import MasterWeights
-from gradlift.torch.optim import Phase
+from gradlift.torch.two_pass.master_weights import MasterWeights
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 SCALE = 2.0**16
 MAX_NORM = 1.0
@@ -252,7 +252,7 @@ class Gradlift:
         self._run()
         if self.scaler.slow_step_reason is not None:
             return None
-        phase = Phase.of(self.optimizer)
+        phase = TwoPassStep.of(self.optimizer)
 
         def measure() -> None:
             phase.measure(self._scale, self._clean, amax=False)
@@ -327,7 +327,7 @@ def line(row: Row) -> str:
 
 def sweep(clock: Clock, bandwidth: float) -> None:
     """Print the time of each pass for several chunk sizes and warps, AdamW at 350M."""
-    from gradlift.torch import kernels, update_kernels
+    from gradlift.torch.kernels import check_pass, update_pass
 
     params = make_params(SIZES["350M"], torch.float32, clock.device)
     count = sum(p.numel() for p in params)
@@ -340,11 +340,11 @@ def sweep(clock: Clock, bandwidth: float) -> None:
     print(f"limits: measure {4e3 * count / bandwidth:.3f}, update {28e3 * count / bandwidth:.3f}")
     for chunk in (1024, 2048, 4096, 8192, 16384):
         for warps in (4, 8):
-            kernels.MEASURE_CHUNK, kernels.MEASURE_WARPS = chunk, warps
+            check_pass.MEASURE_CHUNK, check_pass.MEASURE_WARPS = chunk, warps
             print(f"measure chunk {chunk:6} warps {warps}: {time_pass(0):.3f} ms")
     for chunk in (512, 1024, 2048):
         for warps in (2, 4, 8):
-            update_kernels.UPDATE_CHUNK, update_kernels.UPDATE_WARPS = chunk, warps
+            update_pass.UPDATE_CHUNK, update_pass.UPDATE_WARPS = chunk, warps
             print(f"update  chunk {chunk:6} warps {warps}: {time_pass(1):.3f} ms")
 
 

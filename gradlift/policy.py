@@ -183,10 +183,16 @@ class Dynamic:
         return cls(**{"init_scale": init_scale, "min_scale": 1.0, "on_floor": "hold", **changes})
 
     @classmethod
-    def deepspeed(cls, **changes: Any) -> Dynamic:
-        """DeepSpeed's fp16 section with its defaults."""
-        window = {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0}
-        return cls(**{**window, "on_floor": "raise", **changes})
+    def deepspeed(cls, zero: bool = True, **changes: Any) -> Dynamic:
+        """DeepSpeed's fp16 section with its defaults, with ZeRO (any stage) or without it.
+
+        Its optimizers without ZeRO take no notice of ``hysteresis``, and hold the scale at the
+        floor where those of ZeRO raise. Its scale first grows ``growth_interval + 1`` clean steps
+        after the start and after an overflow, and here after ``growth_interval``.
+        """
+        section = {"growth_interval": 1000, "min_scale": 1.0}
+        optimizer = {"hysteresis": 2, "on_floor": "raise"} if zero else {"on_floor": "hold"}
+        return cls(**{**section, **optimizer, **changes})
 
     @classmethod
     def megatron(cls, **changes: Any) -> Dynamic:
@@ -210,6 +216,22 @@ class Dynamic:
 _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, "on_floor": "hold"}
 
 Policy = Static | Dynamic
+
+# What the rule goes by, in the order in which kernels and messages hold it.
+RULE_FIELDS = (
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_scale",
+    "max_scale",
+)
+
+
+def numbers(policy: Policy) -> tuple[float, ...]:
+    """The values of ``RULE_FIELDS``."""
+    return tuple(getattr(policy, name) for name in RULE_FIELDS)
 
 
 def ternary(condition: Any, if_true: Any, if_false: Any) -> Any:

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 SCALE = 2.0**10
 BACKEND = "aot_eager"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradlift.histogram import BINS, Histogram
+from gradlift.plan.histogram import BINS, Histogram
 
 fixed = settings(derandomize=True, deadline=None, max_examples=100)
 

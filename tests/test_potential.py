@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradlift.potential import Component, Cut, Graph, Interval, fewest_cuts, meet
+from gradlift.plan.potential import Component, Cut, Graph, Interval, fewest_cuts, meet
 
 TOP = 4
 fixed = settings(derandomize=True, deadline=None, max_examples=300)

@@ -22,7 +22,7 @@ if dist.is_gloo_available():
     import adaptive_checkpoints as checkpoints
     from test_torch_ranks import once
 
-    from gradlift.torch.adaptive import DELAY
+    from gradlift.torch.adaptive_scaler import DELAY
 
 
 @pytest.fixture(scope="module")

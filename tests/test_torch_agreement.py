@@ -10,28 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradlift.torch import GradScaler, agreement
-from gradlift.torch.agreement import ABSENT, COPY, PLAIN, SCALE
-from gradlift.torch.distributed import Ranks, widest
+from gradlift.torch import GradScaler
+from gradlift.torch.ranks import message
+from gradlift.torch.ranks.groups import Ranks, widest
+from gradlift.torch.ranks.message import ABSENT, COPY, PLAIN, SCALE
 
 RANKS = Ranks((None,), (3, 5, 8), 1)
 
 
 def rows(**columns: list[float]) -> torch.Tensor:
     """Three ranks that agree, but for what is given by the name of its column."""
-    table = torch.zeros(3, agreement.COLUMNS, dtype=torch.float64)
+    table = torch.zeros(3, message.COLUMNS, dtype=torch.float64)
     table[:, SCALE] = 8.0
     table[:, [PLAIN, COPY]] = ABSENT
     for name, values in columns.items():
-        table[:, getattr(agreement, name)] = torch.tensor(values, dtype=torch.float64)
+        table[:, getattr(message, name)] = torch.tensor(values, dtype=torch.float64)
     return table
 
 
 def test_flags_of_one_rank_are_those_of_all() -> None:
-    verdict = agreement.decide(rows(FOUND=[0, 1, 0], BAD_LOSS=[0, 0, 1]), measured=False)
+    verdict = message.decide(rows(FOUND=[0, 1, 0], BAD_LOSS=[0, 0, 1]), measured=False)
     assert float(verdict.found_inf) == float(verdict.bad_loss) == 1.0
     assert not verdict.disputed
-    clean = agreement.decide(rows(), measured=False)
+    clean = message.decide(rows(), measured=False)
     assert float(clean.found_inf) == float(clean.bad_loss) == 0.0
     assert clean.found_inf.dtype == torch.float32
 
@@ -39,10 +40,10 @@ def test_flags_of_one_rank_are_those_of_all() -> None:
 @pytest.mark.parametrize("column", ["SCALE", "TRACKER", "SETTINGS", "LOADS", "PLAN"])
 def test_what_differs_skips_the_step_and_keeps_the_scale(column: str) -> None:
     table = rows(**{column: [2.0, 2.0, 4.0]})
-    verdict = agreement.decide(table, measured=False)
+    verdict = message.decide(table, measured=False)
     assert verdict.disputed
     assert float(verdict.found_inf) == float(verdict.bad_loss) == 1.0
-    told = agreement.explain(table.tolist(), RANKS)
+    told = message.difference(table.tolist(), RANKS)
     assert "4 on rank 8, 2 on ranks 3, 5" in told
 
 
@@ -60,7 +61,7 @@ def test_what_differs_skips_the_step_and_keeps_the_scale(column: str) -> None:
     ],
 )
 def test_every_element_counts_once(columns: dict[str, list[float]], square: float) -> None:
-    verdict = agreement.decide(rows(**columns), measured=True)
+    verdict = message.decide(rows(**columns), measured=True)
     assert float(verdict.norm) == math.sqrt(square)
     assert not verdict.disputed
 
@@ -71,19 +72,19 @@ def test_every_element_counts_once(columns: dict[str, list[float]], square: floa
 )
 def test_copies_that_differ_are_disputed(columns: dict[str, list[float]]) -> None:
     table = rows(**columns)
-    assert agreement.decide(table, measured=True).disputed
-    assert "mark_own" in agreement.explain(table.tolist(), RANKS)
-    assert not agreement.decide(table, measured=False).disputed
+    assert message.decide(table, measured=True).disputed
+    assert "mark_own" in message.difference(table.tolist(), RANKS)
+    assert not message.decide(table, measured=False).disputed
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_an_overflow_in_one_copy_is_no_dispute(value: float) -> None:
     table = rows(PLAIN=[value, 5, 5], FOUND=[1, 0, 0])
-    assert not agreement.decide(table, measured=True).disputed
+    assert not message.decide(table, measured=True).disputed
 
 
 def test_noise_in_the_last_bits_is_no_dispute() -> None:
-    assert not agreement.decide(rows(PLAIN=[5, 5 + 1e-6, 5]), measured=True).disputed
+    assert not message.decide(rows(PLAIN=[5, 5 + 1e-6, 5]), measured=True).disputed
 
 
 def test_a_dispute_seen_late_is_told_at_the_update() -> None:
@@ -92,10 +93,10 @@ def test_a_dispute_seen_late_is_told_at_the_update() -> None:
     scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([weight], lr=0.1)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
-    scaler._ranks, scaler._evidence = RANKS, rows(SCALE=[8, 8, 16])
+    scaler._agreement.ranks, scaler._agreement.evidence = RANKS, rows(SCALE=[8, 8, 16])
     with pytest.raises(RuntimeError, match="16 on rank 8"):
         scaler.update()
-    assert scaler._evidence is None
+    assert scaler._agreement.evidence is None
 
 
 @pytest.fixture

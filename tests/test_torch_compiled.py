@@ -34,9 +34,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gradlift.torch.compiled import Pool, _recompile_limit, make_agree
-from gradlift.torch.engine import Engine
-from gradlift.torch.traced_cuts import Slot, Traces
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.compiled.factors import Pool, _recompile_limit, make_agree
+from gradlift.torch.compiled.traced_cuts import Slot, Traces
 
 pytestmark = MARKS
 

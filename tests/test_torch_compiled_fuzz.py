@@ -7,7 +7,7 @@ import torch
 from cuts_harness import random_offsets, same
 from test_torch_cuts_fuzz import WIDTH, Program, backward_of
 
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 SCALE = 2.0**10
 

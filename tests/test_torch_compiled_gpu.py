@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradlift.torch import AdaptiveGradScaler, CapturedStep
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 pytestmark = [
     pytest.mark.gpu,

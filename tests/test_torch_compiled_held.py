@@ -6,8 +6,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from gradlift.torch import AdaptiveGradScaler, unseen
-from gradlift.torch.engine import Engine
+from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.compiled import unprobed
 
 BACKEND = "aot_eager"
 
@@ -92,7 +93,7 @@ def test_without_compilation_the_plan_has_cuts():
 def test_a_float16_tensor_that_crosses_a_graph_break_is_planned_at_the_loss_scale():
     scaler = check_settles(torch.compile(Growing(breaks=True), backend=BACKEND), most=5)
     assert scaler.plan.active, "and the parts on both sides still have exponents of their own"
-    offsets = scaler._pilot.offsets
+    offsets = scaler._controller.pilot.offsets
     assert offsets["c"] == 0
     assert all(offsets[name] for name in "abd")
     scaler.close()
@@ -269,8 +270,8 @@ def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypa
     class Other:
         next_functions, _forward_cls = (), str
 
-    monkeypatch.setattr(unseen, "is_compiled_node", lambda node: True)
-    strange = unseen.Strange()
+    monkeypatch.setattr(unprobed, "is_compiled_node", lambda node: True)
+    strange = unprobed.Strange()
     strange.met([Known()], 1)
     due, met, probes = False, False, 0
     for step in range(1, 100):
@@ -281,7 +282,7 @@ def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypa
         else:
             due = strange.met([Other() if other else Known()], 1)
     assert met
-    assert probes <= unseen.MOST_TRIES
+    assert probes <= unprobed.MOST_TRIES
 
 
 class Unused(nn.Module):

@@ -23,7 +23,7 @@ from compiled_harness import (
 from cuts_harness import Changed, same, through_a_view, twice
 from torch import nn
 
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 pytestmark = MARKS
 

@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 pytestmark = MARKS
 

@@ -20,7 +20,7 @@ from compiled_harness import (
 from cuts_harness import random_offsets, same
 from torch import nn
 
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 pytestmark = MARKS
 

@@ -12,8 +12,8 @@ from cuts_harness import check_exact, plain, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradlift.torch import tasks
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive import passes
+from gradlift.torch.adaptive.engine import Engine
 
 
 @pytest.fixture(autouse=True)
@@ -589,7 +589,7 @@ def test_a_pass_whose_hooks_run_in_another_thread_is_recognised():
     calls = []
 
     def look(grad):
-        thread = threading.Thread(target=lambda: calls.extend(tasks.running_calls()))
+        thread = threading.Thread(target=lambda: calls.extend(passes.running_calls()))
         thread.start()
         thread.join()
 

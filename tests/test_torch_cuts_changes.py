@@ -5,7 +5,7 @@ import torch
 from cuts_harness import SCALE, random_offsets, run, same, survey_of
 from torch import nn
 
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 
 class Flexible(nn.Module):

@@ -14,7 +14,7 @@ from cuts_harness import random_offsets, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive.engine import Engine
 
 WIDTH = 4
 

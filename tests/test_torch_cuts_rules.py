@@ -14,10 +14,10 @@ from cuts_harness import SCALE, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradlift.torch import cuts, graph, outputs, tasks
-from gradlift.torch.arming import ArmedGraphs
-from gradlift.torch.engine import Engine
-from gradlift.torch.outputs import Outputs
+from gradlift.torch.adaptive import cuts, graph, outputs, passes
+from gradlift.torch.adaptive.arming import ArmedGraphs
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.outputs import Outputs
 
 
 @pytest.fixture(autouse=True)
@@ -375,7 +375,7 @@ def test_the_gradient_of_an_intermediate_tensor_is_at_the_global_scale(model, pi
     def test():
         assert torch.equal(gradient(pinned), gradient(None))
 
-    fails_without(monkeypatch, tasks, "asks_for_an_intermediate", lambda call: False, test)
+    fails_without(monkeypatch, passes, "asks_for_an_intermediate", lambda call: False, test)
     assert "inputs=" in pinned.neutral
     check_active(model, pinned)
 
@@ -851,6 +851,6 @@ def test_a_backward_from_another_thread(model, pinned):
 
 
 def test_a_call_that_cannot_be_seen_is_neutral(model, pinned, monkeypatch):
-    monkeypatch.setattr(tasks, "_ENTRY_CODE", object())
+    monkeypatch.setattr(passes, "_ENTRY_CODE", object())
     check(model, pinned, lambda m, w: scale(loss_of(m), w).backward())
     assert "cannot be seen" in pinned.neutral

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, cuts
-from gradlift.torch.engine import Engine
+from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.adaptive import cuts
+from gradlift.torch.adaptive.engine import Engine
 
 _backward = pytest.importorskip("torch.distributed.pipelining._backward")
 

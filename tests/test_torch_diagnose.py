@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradlift.diagnosis import Gradient, shorten
 from gradlift.formats import round_to
-from gradlift.histogram import Histogram
+from gradlift.plan.histogram import Histogram
+from gradlift.report.diagnosis import Gradient, shorten
 from gradlift.torch import diagnose
-from gradlift.torch.counting import count_exponents
+from gradlift.torch.probe.counting import count_exponents
 
 
 def tanh_net(depth: int = 30, gain: float = 0.4) -> nn.Sequential:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradlift.torch import GradScaler
-from gradlift.torch.followers import DELAY, SchedulerClock
+from gradlift.torch.step.after_step import DELAY, SchedulerClock
 
 
 def setup(fused=False, **settings):
@@ -54,10 +54,10 @@ class Late:
 
 
 def test_a_clock_on_a_device_pays_back_after_the_delay(monkeypatch):
-    from gradlift.torch import followers
+    from gradlift.torch.step import after_step
 
-    monkeypatch.setattr(followers, "InFlight", lambda flag: flag)
-    monkeypatch.setattr(followers, "_value", lambda flag: flag.skipped)
+    monkeypatch.setattr(after_step, "InFlight", lambda flag: flag)
+    monkeypatch.setattr(after_step, "_value", lambda flag: flag.skipped)
     clock = SchedulerClock()
     skips = [step in {2, 3} for step in range(DELAY + 6)]
     moves = []
@@ -75,7 +75,7 @@ def test_pending_skips_survive_a_checkpoint():
     state = scaler.state_dict()
     state["gradlift"]["scheduler_flags"] = [[True, False]]
     scaler.load_state_dict(state)
-    assert scaler._loaded_clocks == [[True, False]]
+    assert scaler._clocks.pending() == [[True, False]]
 
 
 @pytest.mark.parametrize("fused", [False, True])

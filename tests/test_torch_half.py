@@ -9,9 +9,10 @@ import torch
 from cuts_harness import check_active, random_offsets, run, same
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler, MasterWeights, survey
-from gradlift.torch.engine import Engine
-from gradlift.torch.survey import HALF_LEAVES
+from gradlift.torch import AdaptiveGradScaler, MasterWeights
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.probe import survey
+from gradlift.torch.probe.survey import HALF_LEAVES
 
 TINY = torch.finfo(torch.float16).tiny
 

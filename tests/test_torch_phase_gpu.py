@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from gradlift.torch.masters import MasterWeights
-from gradlift.torch.optim import Phase
-from gradlift.torch.tables import grad_table
+from gradlift.torch.two_pass.master_weights import MasterWeights
+from gradlift.torch.two_pass.tables import grad_table
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ class Step:
         self.max_norm = max_norm
 
     def __call__(self) -> None:
-        phase = Phase.of(self.optimizer)
+        phase = TwoPassStep.of(self.optimizer)
         reason = phase.gather()
         assert reason is None, reason
         self.found_inf.zero_()
@@ -104,7 +104,7 @@ def test_a_thousand_steps_are_as_good_as_those_of_torch_fused(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_one_bad_element_in_a_billion_is_found(dtype: torch.dtype) -> None:
-    from gradlift.torch import kernels
+    from gradlift.torch.kernels import check_pass
 
     count = 10**9 + 7
     grads: list[Tensor | None] = [torch.ones(5, device="cuda", dtype=dtype)]
@@ -114,16 +114,16 @@ def test_one_bad_element_in_a_billion_is_found(dtype: torch.dtype) -> None:
     table = grad_table(grads)
     counts = torch.zeros((2, 2), dtype=torch.int32, device="cuda")
     found_inf = torch.zeros((), device="cuda")
-    found = kernels.measure(table, scale, found_inf)
+    found = check_pass.measure(table, scale, found_inf)
     assert float(found_inf) == 0.0
     assert float(found.norm) == pytest.approx(math.sqrt(0.25 * count + 5), rel=1e-6)
     for place in (0, 123_456_789, count - 1):
         for value, expected in ((math.inf, [1, 0]), (-math.inf, [1, 0]), (math.nan, [0, 1])):
             big[place] = value
             found_inf.zero_()
-            kernels.measure(table, scale, found_inf)
+            check_pass.measure(table, scale, found_inf)
             assert float(found_inf) == 1.0
-            kernels.count_nonfinite(table, found_inf, counts)
+            check_pass.count_nonfinite(table, found_inf, counts)
             assert counts.tolist() == [[0, 0], expected]
         big[place] = 0.5
 
@@ -286,20 +286,20 @@ def test_unaligned_gradients_in_one_flat_buffer_give_the_same_result() -> None:
 
 
 def test_new_hyperparameters_compile_nothing() -> None:
-    from gradlift.torch import update_kernels
+    from gradlift.torch.kernels import update_pass
 
     params = [nn.Parameter(torch.randn(100, device="cuda"))]
     optimizer = AdamW(params)
     step = Step(optimizer, 1.0, 1.0)
     params[0].grad = torch.randn_like(params[0])
     step()
-    compiled = compiled_variants(update_kernels)
+    compiled = compiled_variants(update_pass)
     for lr in (0.0, 1.0, 16.0, 1e-3):
         optimizer.param_groups[0].update(lr=lr, weight_decay=lr, eps=1e-6)
         params[0].grad = torch.randn_like(params[0])
         step.max_norm = lr + 1
         step()
-    assert compiled_variants(update_kernels) == compiled
+    assert compiled_variants(update_pass) == compiled
 
 
 def compiled_variants(module: Any) -> int:

@@ -9,12 +9,12 @@ import torch
 from cuts_harness import SCALE, plain, probe_of, random_offsets, run, same, survey_of
 from torch import nn
 
-from gradlift.histogram import BINS
 from gradlift.plan import choose
-from gradlift.torch import counting
-from gradlift.torch.counting import count_in_plain_torch
-from gradlift.torch.engine import Engine
-from gradlift.torch.probe import Probe
+from gradlift.plan.histogram import BINS
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.probe import counting
+from gradlift.torch.probe.counting import count_in_plain_torch
+from gradlift.torch.probe.probe import Probe
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

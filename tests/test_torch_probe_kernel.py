@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from gradlift.histogram import BINS
-from gradlift.torch import counting, probe_kernel
+from gradlift.plan.histogram import BINS
+from gradlift.torch.kernels import counting as probe_kernel
+from gradlift.torch.probe import counting
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu

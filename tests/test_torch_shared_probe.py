@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from gradlift.plan import BINS
-from gradlift.torch.engine import Engine
-from gradlift.torch.layer_probe import LayerProbe
-from gradlift.torch.moments import sums_in_plain_torch, times_two_to
-from gradlift.torch.probe import Row
-from gradlift.torch.reductions import Reduction, _bits, _divided_after, reduction_of
-from gradlift.torch.shared_probe import Layout, hold, merged, pack, part_of, unpack
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.probe.layer_probe import LayerProbe
+from gradlift.torch.probe.moments import sums_in_plain_torch, times_two_to
+from gradlift.torch.probe.probe import Row
+from gradlift.torch.ranks.reductions import Reduction, _bits, _divided_after, reduction_of
+from gradlift.torch.ranks.shared_probe import Layout, hold, merged, pack, part_of, unpack
 
 
 class Chain(nn.Module):

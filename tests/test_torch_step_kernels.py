@@ -21,9 +21,9 @@ DEVICES = [
 
 def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
     """found_inf, the loss's flag, the counts and the largest magnitude, from one launch."""
-    from gradlift.torch import step_kernels
+    from gradlift.torch.kernels import scalars
 
-    chunk = step_kernels.CHUNK
+    chunk = scalars.CHUNK
     gradients = [g.to(device) for g in gradients]
     entries = [
         [row, place]
@@ -37,8 +37,8 @@ def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
     cells = torch.zeros(len(gradients), 2, dtype=torch.int64, device=at)
     programs = 2
     largest = torch.full((programs,), math.nan, device=at)
-    dtype = step_kernels.DTYPES[gradients[0].dtype]
-    launch = step_kernels.Launch(step_kernels.judge, at, programs, 4, (True, True, dtype, chunk))
+    dtype = scalars.DTYPES[gradients[0].dtype]
+    launch = scalars.Launch(scalars.count_overflows, at, programs, 4, (True, True, dtype, chunk))
     launch(
         torch.tensor(entries, dtype=torch.int32, device=at),
         addresses,
@@ -93,10 +93,10 @@ def test_the_largest_of_what_is_not_finite_is_inf(device, value):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [1, 3, 1024, 2500])
 def test_a_remark_holds_the_greatest_and_the_flags(device, count):
-    from gradlift.torch import step_kernels
+    from gradlift.torch.kernels import scalars
 
     at = torch.device(device)
-    launch = step_kernels.Launch(step_kernels.remark, at, 1, 4, (1024,))
+    launch = scalars.Launch(scalars.write_row, at, 1, 4, (1024,))
     for place, value in ((0, 9.0), (count - 1, 11.0), (count // 2, math.nan)):
         largest = torch.arange(count, dtype=torch.float32, device=at) / count
         largest[place] = value
@@ -111,7 +111,7 @@ def test_a_remark_holds_the_greatest_and_the_flags(device, count):
 
 @pytest.mark.gpu
 def test_a_small_model_leaves_the_same_records_as_a_large_one(monkeypatch):
-    from gradlift.torch import step_record
+    from gradlift.torch.adaptive import step_record
 
     def records(small):
         monkeypatch.setattr(step_record, "SMALL", 2**40 if small else 0)
@@ -120,8 +120,11 @@ def test_a_small_model_leaves_the_same_records_as_a_large_one(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
         scaler = AdaptiveGradScaler(model, "cuda")
         seen = []
-        heed = scaler._heed
-        scaler._heed = lambda pending: (seen.append(pending.record()), heed(pending))[1]
+        learn = scaler._controller.learn
+        scaler._controller.learn = lambda pending, *rest: (
+            seen.append(pending.record()),
+            learn(pending, *rest),
+        )[1]
         x, y = torch.randn(32, 64, device="cuda"), torch.randint(8, (32,), device="cuda")
         for step in range(12):
             optimizer.zero_grad()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift import Dynamic, ScaleState, Static
-from gradlift.torch import update as module
+from gradlift.torch.step import update as module
 
 FACTORS = st.sampled_from([(2.0, 0.5), (1.5, 0.7), (1.1, 0.9), (3.0, 0.25)])
 
@@ -101,9 +101,9 @@ def test_a_static_scale_stays():
 
 
 def compare_kernel(device):
-    from gradlift.torch import step_kernels
+    from gradlift.torch.kernels import scalars
 
-    launch = step_kernels.Launch(step_kernels.rule, torch.device(device), 1, 1, ())
+    launch = scalars.Launch(scalars.rule, torch.device(device), 1, 1, ())
 
     def kernel(policy, state, counts, found, bad):
         numbers = module._numbers(policy, state.scale.device)

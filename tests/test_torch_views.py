@@ -14,8 +14,8 @@ from cuts_harness import (
 )
 from torch import nn
 
-from gradlift.torch import views
-from gradlift.torch.engine import Engine
+from gradlift.torch.adaptive import views
+from gradlift.torch.adaptive.engine import Engine
 
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from gradlift.carried import carry
 from gradlift.formats import get
+from gradlift.plan.paper_planner import carry
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive import STATE_KEY
-from gradlift.torch.engine import Engine
-from gradlift.torch.layer_probe import LayerProbe, terms_of
-from gradlift.torch.moments import Sums, sums_in_plain_torch
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive_scaler import STATE_KEY
+from gradlift.torch.probe.layer_probe import LayerProbe, terms_of
+from gradlift.torch.probe.moments import Sums, sums_in_plain_torch
 from gradlift.zhao2019 import FLOAT16, Moments, Zhao2019, quantile
 
 FREE = Zhao2019(math.inf, math.inf)
@@ -140,7 +140,7 @@ def test_sums_equal_those_in_float64(numel, dtype, device, monkeypatch):
     values = (torch.randn(numel) * torch.exp2(torch.randint(-12, 9, (numel,)).float())).to(dtype)
     values[::7] = 0.0
     for chunk in (2**24, 1000):
-        monkeypatch.setattr("gradlift.torch.moments._CHUNK", chunk)
+        monkeypatch.setattr("gradlift.torch.probe.moments._CHUNK", chunk)
         found = sums_in_plain_torch(values.to(device)).tolist()
         assert found == pytest.approx(plain_sums(values), rel=1e-5, abs=1e-3)
 
@@ -154,7 +154,7 @@ runs_the_kernel = pytest.mark.gpu if torch.cuda.is_available() else lambda test:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("numel", [1, 2047, 2049, 3 * 2048 + 5])
 def test_the_kernel_equals_the_plain_sums(numel, dtype, monkeypatch):
-    from gradlift.torch import moments_kernel
+    from gradlift.torch.kernels import moments as moments_kernel
 
     monkeypatch.setattr(moments_kernel, "PROGRAMS", 2)
     values = torch.randn(numel) * torch.exp2(torch.randint(-12, 9, (numel,)).float())
@@ -416,7 +416,7 @@ def test_planned_cuts_are_exact_in_float32(kind, rule):
     assert plan is not None
     assert plan.active
     assert all(cut.why for cut in plan.active)
-    check_exact_in_float32(model, x, run.scaler._engine, run.scaler.get_scale())
+    check_exact_in_float32(model, x, run.scaler._controller.engine, run.scaler.get_scale())
     run.scaler.close()
 
 
@@ -487,9 +487,9 @@ def test_pickles_and_copies_go_on_by_the_same_rule():
     run = Run(model, x, rule=FREE).steps(5)
     for twin in (pickle.loads(pickle.dumps(run.scaler)), copy.deepcopy(run.scaler)):
         assert twin.state_dict() == run.scaler.state_dict()
-        assert twin._pilot.rule == FREE
-        twin._engine.probe()
-        assert isinstance(twin._engine._probe, LayerProbe)
+        assert twin._controller.pilot.rule == FREE
+        twin._controller.engine.probe()
+        assert isinstance(twin._controller.engine._probe, LayerProbe)
         twin.close()
     run.scaler.close()
 
@@ -499,9 +499,9 @@ def test_the_range_rule_has_no_part_in_it():
     for options in ({}, {"rule": "range"}):
         torch.manual_seed(5)
         run = Run(mlp(30, gain=0.6), x, lr=0.02, interval=7, **{"rule": "range", **options})
-        assert type(run.scaler._engine._probe).__name__ == "Probe"
+        assert type(run.scaler._controller.engine._probe).__name__ == "Probe"
         run.steps(12)
-        pending = [pending.to_dict() for pending in run.scaler._pending]
+        pending = [pending.to_dict() for pending in run.scaler._controller.pending]
         assert not any(row["survey"] and row["survey"]["passages"] for row in pending)
         runs.append((run.scales, run.losses, run.scaler.plan))
         run.scaler.close()
@@ -561,8 +561,8 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
     largest = model[0].weight.abs().max().item()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
-    surveys, saw = [], run.scaler._pilot.saw
-    run.scaler._pilot.saw = lambda record, now, survey=None, **rest: (
+    surveys, saw = [], run.scaler._controller.pilot.saw
+    run.scaler._controller.pilot.saw = lambda record, now, survey=None, **rest: (
         surveys.append(survey) or saw(record, now, survey, **rest)
     )
     run.steps(8)

@@ -27,8 +27,7 @@ from torch.optim import LBFGS, Optimizer
 from gradlift.integrations import source
 from gradlift.integrations.overrides import Overrides, require_version
 from gradlift.integrations.source import JointUpdate, ScalerSource
-from gradlift.torch import GradScaler
-from gradlift.torch.update import SKIPPED
+from gradlift.torch import GradScaler, for_trainers
 
 try:
     import lightning.pytorch as pl
@@ -68,6 +67,8 @@ class _Scaling:
         self._joint = JointUpdate()
         self._overrides = Overrides()
         self._schedulers: dict[int, _Follower] = {}
+        # Whether the batch had no loss, so that there was no step to follow.
+        self._has_no_loss = False
 
     @property
     def scaler(self) -> GradScaler:
@@ -88,7 +89,13 @@ class _Scaling:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         if not any(known is module for known in self._modules):
+            if self._in_trainer:  # which trains one model at a time, and comes with another now
+                self._modules, self._scaler = [], None
+                self._joint.forget()
             self._modules.append(module)
+            source.check_is_for(self._source, self._modules)
+            if self._scaler is not None:
+                source.check_knows_all(self._source, self._scaler, self._modules)
         return self._kin().convert_module(self, module)
 
     def connect(
@@ -128,7 +135,7 @@ class _Scaling:
             follower = self._schedulers.get(id(scheduler))
             if follower is None:
                 inner(scheduler, metric)
-            else:
+            elif not self._has_no_loss:
                 self.scaler.step_scheduler(follower, metric)
 
         self._overrides.undo()
@@ -167,7 +174,7 @@ class _Scaling:
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
     ) -> None:
-        if clip_val > 0:
+        if clip_val > 0 and not self._has_no_loss:
             self.unscale_gradients(optimizer)
             trainer_plugins.Precision.clip_gradients(
                 self,  # type: ignore[arg-type]
@@ -180,9 +187,10 @@ class _Scaling:
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]  # type: ignore[attr-defined]
         if any(hasattr(p.grad, "full_tensor") for p in parameters):  # shards: torch knows the whole
             norm = torch.nn.utils.clip_grad_norm_(parameters, float(clip_val))
-            self.scaler._grad_norm = norm.full_tensor().float()  # type: ignore[attr-defined]
+            whole: Any = norm.full_tensor()  # type: ignore[attr-defined]
+            for_trainers.set_grad_norm(self.scaler, whole.float())
         else:
-            self.scaler._clip_unscaled_(optimizer, float(clip_val))
+            for_trainers.clip_unscaled_(self.scaler, optimizer, float(clip_val))
 
     # Step.
 
@@ -199,7 +207,8 @@ class _Scaling:
         if isinstance(optimizer, LBFGS):
             return self._step_evaluating(optimizer, model, closure, kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:
+        self._has_no_loss = result is None and model.automatic_optimization
+        if self._has_no_loss:
             self._after_closure(model, optimizer)  # type: ignore[attr-defined]
             return result
         self.unscale_gradients(optimizer)
@@ -234,10 +243,11 @@ class _Scaling:
     def _report(self, model: Any) -> None:
         """Log without waiting for the device: what is logged are tensors."""
         scaler = self.scaler
-        if not self._log or scaler._scale is None or scaler._counts is None:
+        counted = for_trainers.scale_and_skips(scaler)
+        if not self._log or counted is None:
             return
-        model.log("gradlift/scale", scaler._scale.clone())
-        model.log("gradlift/skipped_steps", scaler._counts[SKIPPED].float())
+        for name, value in zip(("scale", "skipped_steps"), counted, strict=True):
+            model.log(f"gradlift/{name}", value)
         if scaler.grad_norm is not None:
             model.log("gradlift/grad_norm", scaler.grad_norm)
 
@@ -329,7 +339,7 @@ class GradLiftFSDPPrecision(
         if not hasattr(self._root, "clip_grad_norm_"):
             return super().clip_grad_by_norm(optimizer, clip_val)
         norm = self._root.clip_grad_norm_(float(clip_val))  # type: ignore[union-attr]
-        self.scaler._grad_norm = norm.float()
+        for_trainers.set_grad_norm(self.scaler, norm.float())
         return None
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import Dynamic, Policy, Static
-from gradlift.torch import GradScaler
+from gradlift.torch import GradScaler, for_trainers
 
 ScalerSource = GradScaler | Policy | Callable[[nn.Module], GradScaler] | None
 """A scaler, a policy, a class of scalers, a function from the model to a scaler, or None for the
@@ -68,16 +68,46 @@ def build(source: ScalerSource, model: nn.Module | None, device: str) -> GradSca
 def join_ranks(scaler: GradScaler) -> None:
     """Let all ranks of a running job decide alike, unless the user named a group."""
     running = dist.is_available() and dist.is_initialized()
-    if running and dist.get_world_size() > 1 and scaler._process_group is None:
-        scaler._process_group = dist.group.WORLD
+    if running and dist.get_world_size() > 1 and for_trainers.process_group(scaler) is None:
+        for_trainers.set_process_group(scaler, dist.group.WORLD)
 
 
 def unscale_once_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """``unscale_``, unless it has been done since the last ``update``: two clip calls in one step
-    are no mistake."""
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    if stage is not OptState.UNSCALED:
+    """``unscale_``, unless it has been done since the last backward pass: two clip calls in one
+    step are no mistake."""
+    if for_trainers.stage(scaler, optimizer) is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
+
+
+def is_for(scaler: GradScaler, modules: list[nn.Module]) -> bool:
+    """Whether the scaler belongs to no model, or to one that shares a part with ``modules``."""
+    model = for_trainers.model_of(scaler)
+    if model is None or not modules:
+        return True
+    own = {id(part) for part in model.modules()}
+    return any(id(part) in own for module in modules for part in module.modules())
+
+
+def check_is_for(source: ScalerSource, modules: list[nn.Module]) -> None:
+    """Refuse a ready scaler that was made for another model."""
+    if isinstance(source, GradScaler) and not is_for(source, modules):
+        raise ValueError(
+            f"the {type(source).__name__} was made for another model than the "
+            f"{type(modules[-1]).__name__} to be trained now: give a function that makes one, such "
+            "as AdaptiveGradScaler or lambda model: GradScaler(model=model), or a scaler made for "
+            "this model"
+        )
+
+
+def check_knows_all(source: ScalerSource, scaler: GradScaler, modules: list[nn.Module]) -> None:
+    """Refuse a model that comes beside others after a function has made the scaler for those."""
+    made = callable(source) and not isinstance(source, (GradScaler, Static, Dynamic))
+    if made and not is_for(scaler, modules[-1:]):
+        raise RuntimeError(
+            "the scaler was made by a function of the models that were there at its first use, "
+            f"and the {type(modules[-1]).__name__} is none of them: set all models up before the "
+            "first backward pass"
+        )
 
 
 def whole(modules: list[nn.Module]) -> nn.Module | None:
@@ -102,7 +132,7 @@ class JointUpdate:
 
     def before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step; with a closure no loss was scaled since its last step."""
-        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+        if for_trainers.stage(scaler, optimizer) is OptState.STEPPED:
             self.flush(scaler)
 
     def after_step(self, scaler: GradScaler) -> None:

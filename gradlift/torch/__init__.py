@@ -10,16 +10,18 @@ except ImportError as error:
         "gradlift.torch needs PyTorch 2.6 or newer: pip install 'gradlift[torch]'"
     ) from error
 
-from gradlift.torch.adaptive import AdaptiveGradScaler
+from gradlift.torch.adaptive_scaler import AdaptiveGradScaler
+from gradlift.torch.captured_step import CapturedStep
 from gradlift.torch.diagnose import diagnose
-from gradlift.torch.join import UnevenInputs
-from gradlift.torch.masters import MasterWeights
-from gradlift.torch.replay import CapturedStep
+from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.scaler import GradScaler
+from gradlift.torch.two_pass.master_weights import MasterWeights
+from gradlift.torch.uneven_inputs import UnevenInputs
 
 __all__ = [
     "AdaptiveGradScaler",
     "CapturedStep",
+    "ForwardGuard",
     "GradScaler",
     "MasterWeights",
     "UnevenInputs",

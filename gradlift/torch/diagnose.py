@@ -1,7 +1,7 @@
 """``diagnose``: where a model's gradients die, before anything is trained.
 
 First one exact float32 backward pass for each batch, with a look at every module's output on the
-way forward and at its gradient on the way back. From that ``gradlift.diagnosis`` knows the best
+way forward and at its gradient on the way back. From that ``report.diagnosis`` knows the best
 scale of each format; a second look at the same batches then rounds every gradient to the format
 on its way, so that what is flushed near the loss is missing further down, as it would be. Nothing
 is put on the model: outputs are seen through torch's global forward hook,
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from gradlift.diagnosis import FORMATS, Diagnosis, Gradient, Output, best_exponent
 from gradlift.formats import round_to
-from gradlift.histogram import BINS, Histogram
-from gradlift.plan import check_limits
-from gradlift.torch.counting import count_exponents, dense
-from gradlift.torch.entries import is_compiled
-from gradlift.torch.names import Names
-from gradlift.torch.outputs import is_foreign_pass, tensors_in
+from gradlift.plan.histogram import BINS, Histogram
+from gradlift.plan.planner import check_limits
+from gradlift.report.diagnosis import FORMATS, Diagnosis, Gradient, Output, best_exponent
+from gradlift.torch.adaptive.names import Names
+from gradlift.torch.adaptive.outputs import is_foreign_pass, tensors_in
+from gradlift.torch.compiled.entry_points import is_compiled
+from gradlift.torch.probe.counting import count_exponents, dense
 
 _NARROW = (torch.float16, torch.bfloat16)
 

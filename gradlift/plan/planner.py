@@ -1,0 +1,405 @@
+"""From what a probe saw to an exponent for every component of the graph.
+
+The planner is pure: histograms, a graph and the last plan go in, a frozen plan comes out, the
+same for the same input on every rank. In pseudo-code; ``choose`` below has the same shape::
+
+    each component:  high = format's largest exponent - headroom - largest gradient
+                     low  = format's smallest exponent - smallest gradient that must be kept
+                     out of sight below: raise towards high, ask for another probe
+                     out of sight above: lower, ask for another probe
+                     nothing but zeros: any exponent, so that of the neighbours
+    all of them:     where one exponent would serve with a bit less of headroom, it does
+    exponents:       the last ones, while they lie in their intervals and little would be gained;
+                     otherwise those with the fewest active cuts, see ``potential``
+                     (rule "zhao2019": those that the paper's formula gives, see ``carried``)
+
+What it gave up: only the largest parameter gradient is known, so a parameter whose own gradient
+is flushed goes unseen while the activations around it are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradlift.formats import Format, get
+from gradlift.plan.bounds import ANY, NOT_FINITE, Bounds, find_bounds, largest_climb
+from gradlift.plan.histogram import Histogram
+from gradlift.plan.paper_planner import Carried, carry, lower
+from gradlift.plan.plan import ActiveCut, Plan, Planned, active_cuts
+from gradlift.plan.potential import (
+    MAX_EXPONENT,
+    Component,
+    Graph,
+    Interval,
+    fewest_cuts,
+    meet,
+)
+from gradlift.zhao2019 import Passage, Zhao2019
+
+# Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
+# multiplication in every step, and between probes the exponent follows the gradients anyway. With
+# two of them a quantised network skipped a step that it need not have skipped.
+SPARED = 1
+
+
+def choose(
+    graph: Graph,
+    histograms: Sequence[Histogram | None],
+    *,
+    format: str | Format = "float16",
+    tolerance: float = 1e-3,
+    headroom: int = 3,
+    last: Plan | None = None,
+    forecast: Sequence[int] | None = None,
+    rule: Zhao2019 | None = None,
+    passages: Sequence[Passage] = (),
+) -> Plan:
+    """An exponent for every component.
+
+    The last plan's exponents stay while each lies in its interval, no region of them could rise
+    by more than ``headroom`` + 1 bits, and no cut could be saved with a bit to spare on both
+    sides. A probe whose loss was not finite says nothing: do not plan from it.
+
+    Args:
+        graph: components and cuts.
+        histograms: what the probe saw of each component, in the graph's order; None where
+            nothing was recorded, which leaves the last plan's interval in force.
+        format: the format gradients are stored in, where the component does not say otherwise.
+        tolerance: fraction of the magnitude of each tensor that may be flushed.
+        headroom: bits to keep free above the largest gradient seen.
+        last: the plan in force; its components are recognised by their modules.
+        forecast: bits by which each component's largest gradient is expected to grow until the
+            next plan, from ``growth``.
+        rule: the paper's rule instead of the range rule. ``tolerance`` is then its threshold,
+            and intervals serve as ceilings alone.
+        passages: what the probe saw for it; without any the last exponents stay, below those.
+    """
+    count = len(graph.components)
+    _check(count, histograms, tolerance, headroom, forecast)
+    format = get(format)
+    formats = [get(c.format or format) for c in graph.components]
+    before = _before(graph, last)
+    spread = _spread(graph, histograms)
+    grown = forecast or [0] * count
+    found = [
+        _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
+        for i in range(count)
+    ]
+    if last is not None:
+        found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
+    if rule is None:
+        settled = last is not None and not last.probe_again
+        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
+    else:
+        carried = _carried(graph, found, before, rule, passages, tolerance, format)
+        found, exponents, cuts = _by_paper(graph, found, before, last, carried)
+    planned = tuple(
+        _outcome(graph.components[i], formats[i], found[i], exponents[i], histograms[i], before[i])
+        for i in range(count)
+    )
+    name = _format_at_stake(graph, format)
+    return Plan(name, graph.loss, planned, cuts, _reasons(planned, found))
+
+
+def _format_at_stake(graph: Graph, format: Format) -> str:
+    """The plan's format, or the narrowest that occurs where no component has it."""
+    own = {get(c.format or format) for c in graph.components}
+    return format.name if format in own else min(own, key=lambda f: (f.max_exponent, f.name)).name
+
+
+def _check(
+    count: int,
+    histograms: Sequence[Histogram | None],
+    tolerance: float,
+    headroom: int,
+    forecast: Sequence[int] | None,
+) -> None:
+    if len(histograms) != count:
+        raise ValueError(f"{count} components need as many histograms, got {len(histograms)}")
+    if forecast is not None and len(forecast) != count:
+        raise ValueError(f"{count} components need as many forecasts, got {len(forecast)}")
+    check_limits(tolerance, headroom)
+
+
+def check_limits(tolerance: float, headroom: int) -> None:
+    """Refuses a tolerance that is no fraction, and a headroom that is no number of bits."""
+    if not isinstance(tolerance, (int, float)) or not 0.0 <= tolerance < 1.0:
+        raise ValueError(f"tolerance is a fraction from 0 to below 1, got {tolerance!r}")
+    if isinstance(headroom, bool) or not isinstance(headroom, int) or not 0 <= headroom <= 15:
+        raise ValueError(f"headroom is a whole number of bits from 0 to 15, got {headroom!r}")
+
+
+def _before(graph: Graph, last: Plan | None) -> list[Planned | None]:
+    """Each component in the last plan, by its modules where those are unique."""
+    known = last.components if last else ()
+    if tuple(c.modules for c in known) == tuple(c.modules for c in graph.components):
+        return list(known)
+    names = Counter(c.modules for c in known)
+    by_name = {c.modules: c for c in known if names[c.modules] == 1}
+    return [by_name.get(c.modules) for c in graph.components]
+
+
+def overflowed_first(graph: Graph, histograms: Sequence[Histogram | None]) -> list[int]:
+    """Components with inf and NaN that did not come in through a cut."""
+    spread = _spread(graph, histograms)
+    return [i for i, h in enumerate(histograms) if h and h.nonfinite and i not in spread]
+
+
+def _spread(graph: Graph, histograms: Sequence[Histogram | None]) -> set[int]:
+    """Components whose inf and NaN came in through a cut, from nearer to the loss."""
+    bad = {i for i, histogram in enumerate(histograms) if histogram and histogram.nonfinite}
+    return {
+        cut.upstream
+        for cut in graph.cuts
+        if cut.downstream in bad and cut.upstream in bad and cut.downstream != cut.upstream
+    }
+
+
+def _bounds(
+    histogram: Histogram | None,
+    format: Format,
+    before: Planned | None,
+    spread: bool,
+    tolerance: float,
+    headroom: int,
+    growth: int,
+) -> Bounds:
+    """What a component allows; what was seen of one that took in an inf says nothing."""
+    if histogram is None or (spread and before):
+        if before is None:
+            return Bounds(ANY)
+        return Bounds(before.interval, reserved=before.reserved)
+    return find_bounds(
+        replace(histogram, nonfinite=0) if spread else histogram,
+        format,
+        tolerance=tolerance,
+        headroom=headroom,
+        growth=growth + (math.ceil(before.excess) if before and not histogram.nonfinite else 0),
+    )
+
+
+def _let_down(bounds: Bounds, before: Planned | None, last: Plan) -> Bounds:
+    """An overflow raises no upper end; one that was never measured comes down to the loss's.
+
+    What had shown nothing but zeros was where its neighbours are, and nobody knows how large it
+    has become.
+    """
+    if before is None or bounds.unseen != NOT_FINITE:
+        return bounds
+    cap, loss = before.interval.high, last.global_exponent
+    if before.exponent > loss and cap == MAX_EXPONENT > bounds.interval.high:
+        cap = loss
+    return replace(bounds, interval=replace(bounds.interval, high=min(bounds.interval.high, cap)))
+
+
+def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
+    """With upper ends raised where headroom is worth less than what it costs: see ``SPARED``.
+
+    Args:
+        graph: components and cuts.
+        found: the bounds of each.
+        most: bits of headroom that can be had.
+    """
+    usable = [bounds.usable for bounds in found]
+    needed = max(interval.low for interval in usable)
+    lowest = min(interval.high for interval in usable)
+    held = set(graph.pinned.values()) == {0}
+    burnt = any(b.unseen == NOT_FINITE and b.interval.high < needed for b in found)
+    if not held or burnt or needed <= lowest:
+        return found
+    if len(graph.pinned) == len(found):
+        # There is no other exponent for what is too small for this one.
+        return [bounds.raised(min(needed, lowest + most)) for bounds in found]
+    if needed - lowest > min(SPARED, most):
+        return found
+    return [bounds.raised(needed) for bounds in found]
+
+
+def _settle(
+    graph: Graph,
+    usable: Sequence[Interval],
+    before: Sequence[Planned | None],
+    headroom: int,
+    settled: bool,
+) -> list[int]:
+    """The last exponents where they will do, otherwise new ones near them.
+
+    A cut of a plan that had settled is not given up for a bit: it would be back tomorrow.
+    """
+    wishes = [_wish(interval, headroom) for interval in usable]
+    cheapest = fewest_cuts(graph, usable, wishes)
+    kept = [planned.exponent for planned in before if planned]
+    if len(kept) == len(before) and _holds(graph, usable, kept, headroom):
+        cost = len(graph.active(kept))
+        if len(graph.active(cheapest)) >= cost:
+            return kept
+        spare = [_narrowed(interval) for interval in usable]
+        if settled and len(graph.active(fewest_cuts(graph, spare))) >= cost:
+            return kept
+    settled = list(cheapest)
+    for region in graph.regions(cheapest):
+        common, base = _common(usable, cheapest, region), cheapest[region[0]]
+        last = [planned.exponent for i in region if (planned := before[i])]
+        chosen = _pick(common, headroom, last)
+        for i in region:
+            settled[i] = chosen + cheapest[i] - base
+    return settled
+
+
+def _holds(graph: Graph, usable: Sequence[Interval], kept: Sequence[int], headroom: int) -> bool:
+    """Whether exponents obey pins and intervals, with no region far below where it could be."""
+    pinned, loss = graph.pinned, kept[graph.loss]
+    if any(kept[i] != loss + offset for i, offset in pinned.items()):
+        return False
+    if loss not in meet(usable[i].shifted(-offset) for i, offset in pinned.items()):
+        return False
+    if any(kept[i] not in usable[i] for i in range(len(kept)) if i not in pinned):
+        return False
+    return all(
+        _pick(_common(usable, kept, region), headroom, [kept[region[0]]]) == kept[region[0]]
+        for region in graph.regions(kept)
+    )
+
+
+def _common(
+    usable: Sequence[Interval], exponents: Sequence[int], region: Sequence[int]
+) -> Interval:
+    """What a region allows its first component, if the others keep their distance from it."""
+    base = exponents[region[0]]
+    return meet(usable[i].shifted(base - exponents[i]) for i in region)
+
+
+def _pick(common: Interval, headroom: int, last: Sequence[int]) -> int:
+    """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
+    wish = _wish(common, headroom)
+    best = min(max(0, common.low), common.high) if wish is None else wish
+    good = [e for e in last if e in common and best - e <= headroom + 1]
+    return max(good, default=best)
+
+
+def _wish(interval: Interval, headroom: int) -> int | None:
+    """The best exponent: near the top, where few values are subnormal, with ``headroom`` bits
+    more to spare where there is room on both sides; None where gradients set no upper end."""
+    if interval.high == MAX_EXPONENT:
+        return None
+    return interval.high - min(headroom, (interval.high - interval.low) // 2)
+
+
+def _narrowed(interval: Interval) -> Interval:
+    """With a bit to spare on both sides, where it has that many."""
+    return (
+        Interval(interval.low + 1, interval.high - 1)
+        if interval.high - interval.low > 1
+        else interval
+    )
+
+
+Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
+
+
+def _by_range(
+    graph: Graph,
+    found: list[Bounds],
+    before: Sequence[Planned | None],
+    headroom: int,
+    settled: bool,
+) -> Chosen:
+    """Every component in its interval, with the fewest active cuts."""
+    found = _spared(graph, found, max(headroom - 1, 0))
+    usable = [bounds.usable for bounds in found]
+    exponents = _settle(graph, usable, before, headroom, settled)
+    return found, exponents, active_cuts(graph, usable, exponents)
+
+
+def _by_paper(
+    graph: Graph,
+    found: list[Bounds],
+    before: Sequence[Planned | None],
+    last: Plan | None,
+    carried: Carried,
+) -> Chosen:
+    """What the paper's formula gives, with its reasons or, where it has none, the last plan's."""
+    exponents = carried.exponents
+    known = {cut.name: cut.why for cut in last.active} if last else {}
+    cuts = tuple(
+        ActiveCut(
+            cut.name,
+            cut.downstream,
+            cut.upstream,
+            exponents[cut.upstream] - exponents[cut.downstream],
+            carried.reasons.get((cut.name, cut.downstream, cut.upstream))
+            or known.get(cut.name, "one of its sides overflowed and was lowered"),
+        )
+        for cut in graph.active(exponents)
+    )
+    # Another look at the same exponent shows the same: the formula does not climb further.
+    seen = [
+        replace(bounds, unseen="")
+        if planned and planned.exponent == exponent and bounds.unseen != NOT_FINITE
+        else bounds
+        for bounds, planned, exponent in zip(found, before, exponents, strict=True)
+    ]
+    return seen, exponents, cuts
+
+
+def _carried(
+    graph: Graph,
+    found: Sequence[Bounds],
+    before: Sequence[Planned | None],
+    rule: Zhao2019,
+    passages: Sequence[Passage],
+    threshold: float,
+    format: Format,
+) -> Carried:
+    ceilings = [bounds.interval.usable.high for bounds in found]
+    if passages:
+        return carry(graph, passages, ceilings, rule=rule, threshold=threshold, format=format)
+    own = before[graph.loss]
+    loss = own.exponent if own else 0
+    return lower(graph, [p.exponent if p else loss for p in before], ceilings)
+
+
+def _outcome(
+    component: Component,
+    format: Format,
+    bounds: Bounds,
+    exponent: int,
+    histogram: Histogram | None,
+    before: Planned | None,
+) -> Planned:
+    lost = 0.0 if histogram is None else _lost(histogram, format.min_subnormal - exponent)
+    excess = _excess(bounds, format, histogram, before)
+    return Planned(component.modules, exponent, bounds.interval, lost, excess, bounds.reserved)
+
+
+def _lost(histogram: Histogram, floor: int) -> float:
+    """The largest fraction of a tensor's magnitude that lies below 2**floor."""
+    return max(t.magnitude_below(floor) / (t.magnitude or 1.0) for t in histogram.each)
+
+
+def _excess(
+    bounds: Bounds, format: Format, histogram: Histogram | None, before: Planned | None
+) -> float:
+    """Bits to keep free for what is larger than anything in sight; a clean look takes 1/8 off."""
+    if before is None:
+        return 0.0
+    if bounds.unseen == NOT_FINITE and before.interval.high < MAX_EXPONENT:
+        surprise = max(0, before.interval.high - bounds.interval.high)
+        return min(before.excess + surprise, float(largest_climb(format)))
+    looked = histogram is not None and not histogram.nonfinite
+    return max(0.0, before.excess - 0.125 * looked)
+
+
+def _reasons(planned: Sequence[Planned], found: Sequence[Bounds]) -> tuple[str, ...]:
+    """One sentence for each kind of thing that was out of sight."""
+    names: dict[str, list[str]] = {}
+    for component, bounds in zip(planned, found, strict=True):
+        if bounds.helps(component.exponent):
+            names.setdefault(bounds.unseen, []).append(component.name)
+    return tuple(
+        f"{who[0]}{f' and {len(who) - 1} more' if len(who) > 1 else ''}: {unseen}"
+        for unseen, who in names.items()
+    )

@@ -1,0 +1,99 @@
+"""From the names of modules to an exponent for each component of the graph at hand.
+
+Every component but the loss's is entered through at least one cut, and a cut has the names of
+the modules that returned its tensor. So a mapping from names to offsets says all there is to
+say, for any graph: a component runs at what the names on its cuts ask for. Names that ask for
+different offsets in one component cannot both be served::
+
+    pins   the user is told, by a ValueError with both names
+    plan   the graph is not the one that was planned: all offsets 0, which is always right
+
+Offsets are relative to the loss's exponent. A key is the name of a module, with ``[1]`` for its
+second output and ``@2`` for its second call in the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.graph import Walk
+
+
+@dataclass
+class Assignment:
+    """An offset for each component of a walk, in its order."""
+
+    offsets: list[int]
+    unplanned: str | None = None
+    """Why the plan does not fit this graph; all offsets are 0 then."""
+    refused: list[str] = field(default_factory=list)
+    """Pins that could not be followed, each in a sentence."""
+
+
+def keys_of(walk: Walk) -> dict[Cut, tuple[str, ...]]:
+    """The keys of every cut, the innermost module's first."""
+    calls: Counter[tuple[str, int]] = Counter()
+    keys: dict[Cut, tuple[str, ...]] = {}
+    for cut in sorted((edge.cut for edge in walk.cuts), key=lambda cut: cut.number):
+        own = []
+        for name, output in cut.names:
+            calls[name, output] += 1
+            own.append(_key(name, output, calls[name, output]))
+        keys[cut] = tuple(own)
+    return keys
+
+
+def _key(name: str, output: int, call: int) -> str:
+    return name + (f"[{output}]" if output else "") + (f"@{call}" if call > 1 else "")
+
+
+def from_pins(walk: Walk, pins: Mapping[str, int]) -> Assignment:
+    """Pinned components at their offset, all others at 0.
+
+    Raises:
+        ValueError: two pins want different offsets for one component.
+    """
+    offsets = [0] * walk.components
+    pinned: dict[int, str] = {}
+    refused = []
+    for edge in walk.cuts:
+        for name, _ in edge.cut.names:
+            if name not in pins:
+                continue
+            other = pinned.setdefault(edge.upstream, name)
+            if pins[other] != pins[name]:
+                raise ValueError(
+                    f"pins contradict each other: {other!r} at {pins[other]} and {name!r} at "
+                    f"{pins[name]} are in one component of the graph; give both one offset"
+                )
+            reason = walk.held.get(edge.upstream)
+            if reason is None:
+                offsets[edge.upstream] = pins[name]
+            elif pins[name]:
+                refused.append(f"{name!r} stays at the global scale: {reason}")
+    return Assignment(offsets, refused=refused)
+
+
+def from_plan(
+    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+) -> Assignment:
+    """Every component at its planned offset; all at 0 if the plan was made for another graph."""
+    offsets = [0] * walk.components
+    seen: dict[int, str] = {}
+    for edge in walk.cuts:
+        for key in keys[edge.cut]:
+            if key not in plan:
+                return _unplanned(walk, f"{key!r} was not there when the plan was made")
+            other = seen.setdefault(edge.upstream, key)
+            if plan[other] != plan[key]:
+                return _unplanned(walk, f"{other!r} and {key!r} are joined now")
+            if not walk.is_held(edge.upstream):
+                offsets[edge.upstream] = plan[key]
+    return Assignment(offsets)
+
+
+def _unplanned(walk: Walk, reason: str) -> Assignment:
+    return Assignment([0] * walk.components, unplanned=reason)

@@ -1,0 +1,356 @@
+"""``AdaptiveGradScaler``: no scale to choose, and an exponent for each part that needs its own.
+
+It decides nothing itself: the engine (``engine.py``) runs backward passes at given exponents and
+records probes, the pilot (``gradlift.plan.pilot``) decides, the controller (``controller.py``)
+stands between them, and ``GradScaler`` does all the rest. After a step::
+
+    largest.py       the largest gradient                  on the device, while they are checked
+    step_record.py   it, the scale and the overflow        one copy to the host
+    probe.py         the histograms, if it was a probe     likewise
+    controller.py    both, of the step DELAY before        to the pilot, waiting if it must
+                     what the pilot says                   to the scale and the engine
+
+On an overflow the device lowers the scale at once, without asking the pilot.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradlift.formats import get
+from gradlift.plan.pilot import Pilot
+from gradlift.plan.plan import Plan
+from gradlift.plan.planner import check_limits
+from gradlift.policy import Dynamic
+from gradlift.torch import checkpoint, settings
+from gradlift.torch.adaptive import adaptive_state
+from gradlift.torch.adaptive import emulate as emulation
+from gradlift.torch.adaptive.adaptive_state import STATE_KEY
+from gradlift.torch.adaptive.controller import DELAY, Controller
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.model_identity import is_same
+from gradlift.torch.forward.guard import ForwardGuard
+from gradlift.torch.probe.layer_probe import LayerProbe
+from gradlift.torch.probe.probe import Probe
+from gradlift.torch.scaler import GradScaler
+from gradlift.torch.step.readback import InFlight, capturing
+from gradlift.zhao2019 import Zhao2019
+
+# On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
+# overflows again is lost, and a probe brings the scale back a few steps later.
+BACKOFF_BITS = 4
+BACKOFF = 2.0**-BACKOFF_BITS
+
+ANOTHER_MODEL = (
+    "gradlift: the state was saved with another model: its modules, or the shapes of its "
+    "parameters, differ. The scale is kept, and the plan is found anew in the next steps"
+)
+
+
+class AdaptiveGradScaler(GradScaler):
+    """A ``GradScaler`` that finds its scale from the gradients, for each part of the model.
+
+    The loop is ``GradScaler``'s::
+
+        scaler = AdaptiveGradScaler(model, "cuda")
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = loss_fn(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        print(scaler.plan)
+
+    ``p.grad / scaler.get_scale()`` is the true gradient of every parameter, whatever the plan.
+
+    Args:
+        model: the model that the losses come from.
+        device: a device type, as for ``torch.amp.GradScaler``.
+        format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
+            that of the gradients of Linear and Conv outputs.
+        tolerance: fraction of a gradient's magnitude that may be flushed to zero.
+        headroom: bits to keep free above the largest gradient seen.
+        interval: steps between two probes; None for 200.
+        init_scale: the scale of the first step. At 2^8 true gradients from 2^-32 to 2^7 are in
+            sight, and the second step runs at the scale found in the first.
+        layerwise: whether parts of the model may have exponents of their own.
+        rule: how exponents are chosen: ``"range"``, or ``"zhao2019"`` for the paper's formula
+            (a ``gradlift.zhao2019.Zhao2019`` for bounds of its own).
+        emulate: round those gradients to the 8-bit format: True or ``"nearest"``, or
+            ``"stochastic"``.
+        enabled: if False every method passes its input through.
+        linear: autograd Functions of the user's that are linear in their gradient; any other
+            written in Python holds its part of the model at the global scale.
+        forward: ``"mend"`` or a ``ForwardGuard``, as for ``GradScaler``.
+        process_group: the ranks that must decide alike, as for ``GradScaler``. In a job of
+            several ranks a model that implies none is refused at the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str = "cuda",
+        *,
+        format: str | torch.dtype = "float16",
+        tolerance: float = 1e-3,
+        headroom: int = 3,
+        interval: int | None = None,
+        init_scale: float = 2.0**8,
+        layerwise: bool = True,
+        rule: str | Zhao2019 = "range",
+        emulate: bool | str = False,
+        enabled: bool = True,
+        linear: Iterable[type] = (),
+        process_group: Any = None,
+        forward: str | ForwardGuard | None = None,
+    ) -> None:
+        settings.check_adaptive(model, interval, init_scale, layerwise, rule)
+        check_limits(tolerance, headroom)
+        linear = settings.checked_functions(linear)
+        emulation.check(get(format), emulate)
+        policy = Dynamic(
+            init_scale=init_scale,
+            growth_interval=2**31 - 1,
+            backoff_factor=BACKOFF,
+            max_scale=2.0**96,
+        )
+        super().__init__(
+            device,
+            enabled=enabled,
+            policy=policy,
+            model=model,
+            process_group=process_group,
+            forward=forward,
+        )
+        pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule, BACKOFF_BITS)
+        self._closed = False
+        self._control(pilot, model, linear, emulate)
+        if self._enabled:
+            self._controller.engine.probe()
+
+    def _control(
+        self, pilot: Pilot, model: nn.Module, linear: Iterable[type], emulate: bool | str
+    ) -> None:
+        """Put a controller between the pilot and the parts."""
+        engine = Engine(model, linear=linear, new_probe=_probe_for(pilot))
+        rounding = None
+        if self._enabled and pilot.format.bits == 8:
+            rounding = emulation.Emulation(engine, pilot.format, emulate)
+        self._controller = Controller(
+            pilot, engine, rounding, self._device_scale, self._overflows, emulate
+        )
+        self._agreement.addition = self._controller
+        self._check.watcher = self._controller.largest
+
+    # What the user may ask and set.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The current plan; None before the first probe has come back."""
+        return self._controller.pilot.plan
+
+    @property
+    def neutral(self) -> str | None:
+        """Why the latest backward pass ran at the global scale throughout, if it had to."""
+        return self._controller.engine.neutral
+
+    def pin(self, offsets: Mapping[str, int]) -> None:
+        """Fix exponents by hand, relative to the loss's, by module name; ``{}`` ends it.
+
+        The part of the graph that holds the op which made a module's output runs at the loss's
+        exponent plus the offset, for every output and every call; all other parts at 0.
+
+        Raises:
+            ValueError: a name that is no module's. Two pins that the graph puts into one
+                component with different offsets raise it in the next ``scale()``.
+        """
+        if self._enabled:
+            self._controller.pin(offsets)
+
+    def stage(self, module: nn.Module) -> Any:
+        """Say that ``module``'s loss is on another rank: a pipeline stage, or a part of one.
+
+        The gradients that come into its outputs, and those that go out of its inputs, are at the
+        global scale; between them its parts have exponents of their own. Call it once, on every
+        rank but those whose stage computes the loss.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"stage() takes the stage's module, got {module!r}")
+        engine = self._controller.engine
+        self.mark_own(module.parameters())
+        return module.register_forward_hook(lambda _, args, output: engine.arm(output))
+
+    def close(self) -> None:
+        """Stop watching the model; from then on it is a plain ``GradScaler``.
+
+        The scale grows and backs off by torch's numbers, and a state is a ``GradScaler``'s.
+        ``plan`` stays what it was. Ranks close at the same step.
+        """
+        self._closed = True
+        self._controller.close()
+        self._device_scale.policy = replace(
+            cast(Dynamic, self.policy),
+            backoff_factor=Dynamic.backoff_factor,
+            growth_interval=Dynamic.growth_interval,
+        )
+
+    _record_delay = DELAY + 1
+
+    @property
+    def _gradient_format(self) -> str:
+        return self._controller.pilot.format.name
+
+    # The stages that differ from GradScaler's.
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` times the scale, their graphs ready to run at their exponents."""
+        if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
+            return super().scale(outputs)
+        self._controller.begin(outputs)
+        scaled = super().scale(outputs)
+        self._controller.engine.arm(scaled)
+        return scaled
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the step: the next scale, and what the step DELAY before has taught."""
+        if not self._enabled or torch.compiler.is_compiling():
+            super().update(new_scale)
+            return
+        controller, ranks = self._controller, self._agreement.ranks
+        found, bad_loss = self._check.overflow_counts(required=new_scale is None)
+        captures = capturing(found.device)
+        if captures:
+            controller.capture(found, bad_loss)
+        if captures or self._closed:
+            self._end_iteration(new_scale, found, bad_loss)
+            controller.end_unseen()
+            return
+        sent = controller.send(found, bad_loss, ranks)
+        self._end_iteration(new_scale, found, bad_loss)
+        controller.end_step(sent, controller.engine.take(), ranks, self._recorders)
+
+    # Between a step's capture as a CUDA graph and its replays; see ``captured_step.py``.
+
+    @property
+    def probing(self) -> bool:
+        """Whether the next step is a probe: it must be run, neither captured nor replayed."""
+        return self._controller.engine.probing
+
+    @property
+    def replayable(self) -> bool:
+        """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
+        if not self._enabled:
+            return True
+        captured = self._controller.captured
+        return captured is not None and captured.key == self.replay_key
+
+    @property
+    def replay_key(self) -> Any:
+        """What a captured step depends on: equal keys, equal launches."""
+        return self._controller.replay_key
+
+    def register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Before a step is captured: stochastic rounding draws new numbers in every replay.
+
+        They are those of the step that is replayed, as if it were run.
+        """
+        if self._controller.emulation is not None:
+            self._controller.emulation.register(graph)
+
+    def replayed(self) -> None:
+        """End a replay of the captured step: what ``update()`` does on the host."""
+        if not self._enabled:
+            return
+        controller = self._controller
+        if controller.captured is None:
+            raise RuntimeError("replayed() comes after the replay of a step captured with update()")
+        self._device_scale.require("replayed")
+        self._look_after()
+        if not self._closed:
+            sent = InFlight(controller.captured.row)
+            controller.end_step(sent, None, self._agreement.ranks, self._recorders)
+            controller.engine.write()
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """``GradScaler``'s, and the plan with all that it rests on, under a key of its own."""
+        state = super().state_dict()
+        if state and not self._closed:
+            state[STATE_KEY] = adaptive_state.write(self._controller.saved())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this class, of ``GradScaler`` or of torch's scaler.
+
+        Of the latter two only the scale is taken, and the first step looks for a plan; numbers
+        by which they grow and back off are not the adaptive scaler's. So it is with the state of
+        another model, which a warning tells. A damaged state is refused with a ``ValueError`` and
+        changes nothing.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(state_dict, dict) or STATE_KEY not in state_dict:
+            self._load_scale(state_dict)
+            return
+        rest = {k: v for k, v in state_dict.items() if k != STATE_KEY}
+        if self._closed:
+            self._load_scale(rest)
+            return
+        saved = adaptive_state.read(state_dict[STATE_KEY])
+        checkpoint.read(rest, self.policy)
+        controller = self._controller
+        if saved.model is not None and not is_same(saved.model, controller.engine.model):
+            warnings.warn(ANOTHER_MODEL, stacklevel=2)
+            self._load_scale(rest)
+            return
+        copy.copy(controller.pilot).load(saved.pilot)
+        # The last that may refuse: names that the model does not have.
+        try:
+            controller.engine.pin(saved.pins)
+        except ValueError as error:
+            where = f"{adaptive_state.NAME}['pins'] must be modules of this model"
+            raise ValueError(f"{where}: {error}; {adaptive_state.ADVICE}") from None
+        super().load_state_dict(rest)
+        controller.load(saved)
+
+    def _load_scale(self, state_dict: dict[str, Any]) -> None:
+        before, scale = cast(Dynamic, self.policy), self._device_scale
+        super().load_state_dict(state_dict)
+        low, high = min(before.min_scale, scale.init_scale), max(before.max_scale, scale.init_scale)
+        scale.policy = replace(before, min_scale=low, max_scale=high)
+        scale.refill(before.hysteresis)
+        self._alarms.restart()
+        self._controller.forget_pending()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state, controller = super().__getstate__(), self._controller
+        engine = controller.engine
+        state["_controller"] = controller.pilot, engine.model, engine.linear, controller.emulate
+        state["_saved"] = self.state_dict() if self._enabled else None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved, control = state.pop("_saved"), state.pop("_controller")
+        super().__setstate__(state)
+        self._control(*control)
+        if self._closed:
+            self.close()
+        if saved is not None:
+            self.load_state_dict(saved)
+
+
+def _probe_for(pilot: Pilot) -> Callable[[nn.Module], Probe]:
+    """What makes probes that see what the pilot's rule goes by."""
+    return LayerProbe if pilot.rule is not None else lambda model: Probe()

@@ -1,0 +1,1 @@
+"""Cuts inside of compiled models."""

@@ -1,0 +1,374 @@
+"""Which modules of a compiled model have cuts, and the factors that they multiply by.
+
+A cut gets into compiled code through the module's ``forward``: an attribute of that name on a
+module is what ``torch.compile`` looks out for, so a graph that was compiled without it is
+compiled anew, once, whoever compiled it and when. Modules keep their cuts while the model is
+watched: a plan that needs fewer of them, or other values, changes numbers alone.
+
+Every trace gets factors of its own, all 1 at first: a new graph is neutral until somebody knows
+what it looks like. They lie side by side in one tensor for each device, which a new plan
+overwrites. Writing goes round autograd's version counter. That is safe because a compiled
+backward pass reads factors only when it runs, never what a forward has saved of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.exponents import Assignment, keys_of
+from gradlift.torch.adaptive.names import Names
+from gradlift.torch.compiled.traced_cuts import Region, Slot, Traces
+from gradlift.torch.step.readback import capturing
+
+SITE = "_gradlift_site"
+_PER_POOL = 512
+# What a factor may be, as exponents: a float32 that is not subnormal.
+_RANGE = range(-126, 128)
+
+_sites: weakref.WeakValueDictionary[str, Site] = weakref.WeakValueDictionary()
+_site_numbers = itertools.count()
+
+
+class Site:
+    """A module whose outputs have cuts in compiled code; kept in an attribute of the module.
+
+    The factors of every trace are attributes ``shift0``, ``back0``, ``shift1``, ...: the tracer
+    guards those that it has read, and no others.
+    """
+
+    def __init__(self, name: str, cuts: CompiledCuts) -> None:
+        self.name = name
+        # A string, since the tracer may take a whole number for something that varies.
+        self.key = f"site {next(_site_numbers)}"
+        self.slots: list[Slot] = []
+        self.cuts = weakref.ref(cuts)
+        _sites[self.key] = self
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copied model is not watched."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Pool:
+    """Factors on one device: two 0-d views for each slot, of one float32 tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.ones(2 * _PER_POOL, dtype=torch.float32, device=device)
+        self.factors = [_static(factor) for factor in whole.unbind()]
+        self.used = 0
+        # Has a version counter of its own.
+        self._target = whole.data
+        self._written = [1.0] * (2 * _PER_POOL)
+
+    def write(self, values: Mapping[int, tuple[int, int]]) -> None:
+        """Sets the factors of slots, given as exponents; all other slots are 1."""
+        wanted = [1.0] * (2 * _PER_POOL)
+        for slot, (shift, back) in values.items():
+            wanted[2 * slot], wanted[2 * slot + 1] = 2.0**shift, 2.0**back
+        if wanted != self._written:
+            self._written = wanted
+            # A scaler may be collected, and closed, while something is traced in this thread.
+            with _disable_current_modes(), torch.no_grad():
+                self._target.copy_(torch.tensor(wanted, dtype=torch.float32, device="cpu"))
+
+
+class CompiledCuts:
+    """The cuts of one engine in compiled code.
+
+    Args:
+        linear: autograd Functions of the user's that are linear in their gradient.
+        half: whether the model has float16 parameters.
+    """
+
+    def __init__(self, linear: frozenset[type] = frozenset(), *, half: bool = False) -> None:
+        self.traces = Traces(linear, half=half)
+        self.stale = False
+        """Whether the factors may not be what is wanted: see ``write``."""
+        self._pools: dict[torch.device, list[Pool]] = {}
+        self._modules: dict[str, nn.Module] = {}
+
+    @property
+    def regions(self) -> list[Region]:
+        return self.traces.regions
+
+    def superseded(self, region: Region) -> bool:
+        """Whether the graph was compiled anew since, for more cuts."""
+        own = _names_in(region)
+        return any(
+            other.generation > region.generation and own <= _names_in(other)
+            for other in self.regions
+        )
+
+    @property
+    def untraced(self) -> bool:
+        """Whether code with cuts was compiled by something that traces no backward pass."""
+        return not self.regions and any(
+            pool.used for pools in self._pools.values() for pool in pools
+        )
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether new places are to be the last ones: torch compiles a function so many times.
+
+        Counted are the graphs that were compiled with cuts, those without, those that new places
+        now would add, and as many for another time. Half of the limit is left to the user.
+        """
+        now = sum(region.generation == self.traces.generation for region in self.regions)
+        return 2 * (len(self.regions) + 3 * now) > _recompile_limit()
+
+    def place(self, names: Names, wanted: Iterable[str], spare: Iterable[str] = ()) -> None:
+        """Gives modules their cuts, by name; graphs compiled without them are compiled anew.
+
+        Args:
+            names: the modules of the model.
+            wanted: those that need cuts.
+            spare: those that may need some later, and get them before there are too many graphs.
+        """
+        new = set(wanted) - self._modules.keys()
+        if new and self._crowded:
+            new |= set(spare) - self._modules.keys()
+        modules = names.modules if new else {}
+        for name in sorted(new & modules.keys()):
+            module = modules[name]
+            # Somebody else's forward may be anything, an old one of ours included.
+            if "forward" not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
+                self._modules[name] = module
+                self.traces.generation += 1
+                object.__setattr__(module, SITE, Site(name, self))
+                object.__setattr__(module, "forward", types.MethodType(_forward_of(module), module))
+
+    def slot(self, site: Site, device: torch.device) -> str:
+        """A new pair of factors, as the number of the attributes that ``site`` has them in."""
+        pools = self._pools.setdefault(device, [])
+        if not pools or pools[-1].used == _PER_POOL:
+            pools.append(Pool(device))
+        pool, number = pools[-1], len(site.slots)
+        at, pool.used = pool.used, pool.used + 1
+        site.slots.append(Slot(device, (len(pools) - 1) * _PER_POOL + at))
+        setattr(site, f"shift{number}", pool.factors[2 * at])
+        setattr(site, f"back{number}", pool.factors[2 * at + 1])
+        return str(number)
+
+    def write(
+        self, assign: Callable[[Region, Mapping[Cut, tuple[str, ...]]], Assignment]
+    ) -> list[tuple[str, int]]:
+        """Sets the factors of every region to what ``assign`` says.
+
+        Returns:
+            (key, shift) of each cut that multiplies.
+        """
+        self.stale = False
+        named = [(region, keys_of(region.walk)) for region in self.regions]
+        found = [_exponents(region, assign(region, keys).offsets) for region, keys in named]
+        make_agree(found)
+        self._write({slot: value for values in found for slot, value in values.items()})
+        return list(
+            dict.fromkeys(
+                (keys[cut][0], values[slot][0])
+                for (region, keys), values in zip(named, found, strict=True)
+                for cut, slot in region.slots.items()
+                if values[slot][0]
+            )
+        )
+
+    def _write(self, wanted: Mapping[Slot, tuple[int, int]]) -> None:
+        for device, pools in self._pools.items():
+            if capturing(device):
+                self.stale = True
+                continue
+            for index, pool in enumerate(pools):
+                first = index * _PER_POOL
+                own = range(first, first + _PER_POOL)
+                pool.write(
+                    {
+                        slot.number - first: value
+                        for slot, value in wanted.items()
+                        if slot.device == device and slot.number in own
+                    }
+                )
+
+    def close(self) -> None:
+        """Takes the cuts away; compiled graphs that have some run with factors of 1."""
+        for module in self._modules.values():
+            module.__dict__.pop(SITE, None)
+            # Somebody may have wrapped it since; without its site it changes nothing.
+            placed = getattr(module.__dict__.get("forward"), "__func__", None)
+            if getattr(placed, "__code__", None) is forward.__code__:
+                del module.__dict__["forward"]
+        self._modules = {}
+        self.traces.generation += 1
+        self.traces.regions.clear()
+        self._write({})
+
+
+def _names_in(region: Region) -> set[str]:
+    return {name for edge in region.walk.cuts for name, _ in edge.cut.names}
+
+
+def _recompile_limit() -> int:
+    config: Any = torch._dynamo.config
+    return getattr(config, "recompile_limit", None) or config.cache_size_limit
+
+
+def _static(factor: Tensor) -> Tensor:
+    """Tells CUDA graphs that the tensor never moves, so that they need not copy it."""
+    torch._dynamo.mark_static_address(factor, guard=False)
+    return factor
+
+
+def _exponents(region: Region, offsets: list[int]) -> dict[Slot, tuple[int, int]]:
+    """Both exponents of each cut of a region; all 0 if one cannot be had."""
+    values = {
+        region.slots[edge.cut]: (
+            offsets[edge.upstream] - offsets[edge.downstream],
+            -offsets[edge.upstream],
+        )
+        for edge in region.walk.cuts
+    }
+    if all(shift in _RANGE and back in _RANGE for shift, back in values.values()):
+        return values
+    return dict.fromkeys(values, (0, 0))
+
+
+def make_agree(found: list[dict[Slot, tuple[int, int]]]) -> None:
+    """Regions that share a slot, by a graph traced twice, want the same there or are neutral."""
+    first: dict[Slot, int] = {}
+    index = 0
+    while index < len(found):
+        for slot, value in found[index].items():
+            other = first.setdefault(slot, index)
+            if found[other][slot] != value:
+                for which in (other, index):
+                    found[which] = dict.fromkeys(found[which], (0, 0))
+                # What they share with others may differ now.
+                first, index = {}, -1
+                break
+        index += 1
+
+
+def module_of(key: str) -> str:
+    """The name of the module that a key speaks of."""
+    return re.sub(r"(\[\d+\])?(@\d+)?$", "", key)
+
+
+# What the compiler sees.
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, with cuts on its outputs where it is being compiled.
+
+    Its name makes a pickled or copied module get its class's own forward back.
+    """
+    output = type(self).forward(self, *args, **kwargs)
+    site = getattr(self, SITE, None)
+    # Not ``is_compiling``: an export would take the cuts with it.
+    if site is None or not torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        return output
+    return _marked(site, output, 0)[0]
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """``forward`` with the signature of the module's own, which trainers and generators read."""
+    try:
+        signature = inspect.signature(type(module).forward)
+    except (TypeError, ValueError):
+        return forward
+    own = types.FunctionType(forward.__code__, forward.__globals__, forward.__name__)
+    own.__doc__ = type(module).forward.__doc__
+    own.__signature__ = signature  # type: ignore[attr-defined]
+    return own
+
+
+def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:
+    """``value`` with cuts on its tensors, and how many there were: ``engine.tensors_in``'s."""
+    if isinstance(value, Tensor):
+        if value.requires_grad and (value.is_floating_point() or value.is_complex()):
+            number = _new_slot(site.key, str(value.device))
+            if number:
+                shift, back = getattr(site, "shift" + number), getattr(site, "back" + number)
+                value = mark(value, site.key, count, number, shift, back)
+        return value, count + 1
+    if type(value) is dict:
+        marked = {}
+        for key, item in value.items():
+            marked[key], count = _marked(site, item, count)
+        return marked, count
+    if type(value) in (tuple, list):
+        items = []
+        for item in value:
+            item, count = _marked(site, item, count)
+            items.append(item)
+        return (tuple(items) if type(value) is tuple else items), count
+    return value, count + _tensors_in(value)
+
+
+def _tensors_in(value: Any) -> int:
+    """How many tensors there are in what gets no cuts: those after it keep their numbers."""
+    if isinstance(value, Tensor):
+        return 1
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (tuple, list)):
+        items = list(value)
+    else:
+        items = [getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ())]
+    count = 0
+    for item in items:
+        count += _tensors_in(item)
+    return count
+
+
+@torch.compiler.assume_constant_result
+def _new_slot(key: str, device: str) -> str:
+    """The number of new factors in their site's attributes; empty if there can be no cut."""
+    site = _sites.get(key)
+    cuts = site.cuts() if site is not None else None
+    if site is None or cuts is None or _inside_another_op():
+        return ""
+    return cuts.slot(site, torch.device(device))
+
+
+def _inside_another_op() -> bool:
+    """Whether a function is traced that an op like ``torch.cond`` calls.
+
+    Those allow no result that is one of the operands, and ``mark`` returns its own.
+    """
+    tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    tracer = tracer.output.current_tracer
+    while tracer.parent is not None:
+        if "checkpoint" not in str(getattr(tracer, "source_target", "")):
+            return True
+        tracer = tracer.parent
+    return False
+
+
+def mark(tensor: Tensor, key: str, output: int, number: str, shift: Tensor, back: Tensor) -> Tensor:
+    """Puts a cut on a tensor while its graph is traced; returns it as it is."""
+    site = _sites.get(key)
+    cuts = site.cuts() if site is not None else None
+    if site is not None and cuts is not None and tensor.grad_fn is not None and _is_tracing():
+        cuts.stale = True
+        cuts.traces.place(tensor, site.name, output, site.slots[int(number)], shift, back)
+    return tensor
+
+
+def _is_tracing() -> bool:
+    """Whether AOTAutograd is at work; a backend without it would run ``mark`` in every step."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # type: ignore[attr-defined]
+
+
+torch.compiler.allow_in_graph(mark)

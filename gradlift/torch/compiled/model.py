@@ -1,0 +1,322 @@
+"""What the engine does differently where a model, or a part of it, is compiled.
+
+Outside of compiled parts nothing changes: outputs are seen through forward hooks, though on the
+modules themselves, since the compiler has its own mind about global ones. Inside::
+
+    a probe           the call runs uncompiled (``entries.py``), hooks on the modules inside
+    any other step    cuts in the compiled graphs (``traced_cuts.py``), if the plan has active ones
+
+A graph that was compiled since the last probe runs neutral, and asks for a probe. With pins there
+is nothing to learn from a probe: they act at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan
+from gradlift.torch.adaptive.graph import Node, Walk, is_spread
+from gradlift.torch.adaptive.names import Names
+from gradlift.torch.compiled.entry_points import (
+    Entries,
+    Stance,
+    is_compiled,
+    is_compiled_node,
+    is_optimized,
+    outermost,
+    wrappers_of,
+)
+from gradlift.torch.compiled.factors import CompiledCuts, module_of
+from gradlift.torch.compiled.traced_cuts import Region
+from gradlift.torch.compiled.unprobed import (
+    Strange,
+    Unmoved,
+    below,
+    called_elsewhere,
+    held_against,
+    without_unused,
+)
+
+if TYPE_CHECKING:
+    from gradlift.torch.adaptive.engine import Engine
+
+Saw = Callable[[nn.Module, Any], None]
+
+UNPROBED = "a graph was compiled since the last probe"
+NO_GRAPH = "no graph with cuts has been compiled"
+MANY_PARTS = "the model is compiled in many parts, which would no longer share their graphs"
+REPLICATED = "DataParallel copies modules in every step, and a copy would call the original"
+# Compiled parts of one model that may have cuts. Equal parts share one graph; with cuts each
+# gets its own, and torch compiles a function eight times at most.
+MOST_PARTS = 4
+
+
+class CompiledModel:
+    """A model with compiled parts.
+
+    Args:
+        model: the model.
+        linear: autograd Functions of the user's that are linear in their gradient.
+        saw: takes note of a module and its output.
+        probing: says whether a probe is due.
+        hidden: whether the model itself shows no sign of being compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        linear: frozenset[type],
+        saw: Saw,
+        probing: Callable[[], bool],
+        *,
+        hidden: bool,
+    ) -> None:
+        # FSDP2 may gather its parameters in float16.
+        half = any(p.dtype == torch.float16 or is_spread(p) for p in model.parameters())
+        self.cuts = CompiledCuts(linear, half=half)
+        self.active: tuple[tuple[str, int], ...] = ()
+        """(key, shift) of the cuts in compiled graphs that multiply."""
+        self.unprobed = False
+        """Whether a graph that was compiled since the last probe would have cuts to act."""
+        self.reason: str | None = None
+        """Why the cuts in compiled graphs are neutral, if they are."""
+        self._model, self._saw, self._probing = model, saw, probing
+        self._refusal: str | None = None
+        self._pins: Mapping[str, int] = {}
+        self._plan: Mapping[str, int] = {}
+        self._unmoved = Unmoved()
+        self._strange = Strange()
+        self._several = False
+        wrappers = wrappers_of(model) if hidden else []
+        self._all_inside = hidden
+        self._from_function = hidden and not wrappers
+        self._entries = Entries(lambda: probing() and torch.is_grad_enabled(), self._looking)
+        self._entries.wrap(wrappers)
+        self._stance = Stance()
+        self._window = contextlib.ExitStack()
+
+    # Looking at outputs.
+
+    def watch(self) -> Hooks:
+        """Hooks on the modules outside of compiled parts."""
+        names, inside = Names(self._model).of_module, self._inside()
+        outside = (m for m in self._model.modules() if names[id(m)] not in inside)
+        return Hooks(outside, self._saw)
+
+    def _inside(self) -> set[str]:
+        """By name, so that what merely wraps a compiled part (DDP) is not looked at either."""
+        entries = [self._model] if self._all_inside else list(outermost(self._model))
+        names = Names(self._model).of_module
+        return {names[id(module)] for entry in entries for module in entry.modules()}
+
+    def begin_probe(self) -> None:
+        """From now on compiled parts run uncompiled."""
+        self._entries.wrap(outermost(self._model))
+        if self._from_function:
+            self._window.close()
+            self._window.callback(self._stance.reset)
+            self._stance.set()
+            self._window.enter_context(self._looking(self._model))
+            close = functools.partial(_close_on_error, self._window)
+            handle = self._model.register_forward_hook(close, always_call=True)
+            self._window.callback(handle.remove)
+
+    def end_probe(self, seen: bool) -> None:
+        """Compiled parts run compiled again; ``seen`` if there were gradients to look at."""
+        self._window.close()
+        if seen:
+            for region in self.cuts.regions:
+                region.probed = True
+            self.cuts.stale = True
+
+    @contextlib.contextmanager
+    def _looking(self, module: nn.Module) -> Iterator[None]:
+        hooks = Hooks((m for m in module.modules() if not is_optimized(m)), self._saw)
+        try:
+            yield
+        finally:
+            hooks.remove()
+
+    # Cuts in compiled graphs.
+
+    def follow(
+        self,
+        names: Names,
+        pins: Mapping[str, int],
+        plan: Mapping[str, int],
+        active: Iterable[str] | None,
+    ) -> None:
+        """Places the cuts that pins or a plan may need; ``write`` makes them act.
+
+        Args:
+            names: the modules of the model.
+            pins: offsets by module name. They may need a cut anywhere.
+            plan: offsets by key.
+            active: keys of the cuts that the plan needs; None for all of its keys.
+        """
+        if plan.keys() - self._plan.keys():
+            self._strange = Strange()
+        self._pins, self._plan = pins, plan
+        keys: Iterable[str] = plan if active is None else active
+        if pins:
+            wanted = set(names.modules)
+        else:
+            wanted = {module_of(key) for key in keys if any(plan.values())}
+        # While the plan still moves, its cuts are not all placed, and graphs are joined for that.
+        self._unmoved.settled = bool(wanted) and not pins
+        self._refusal = self._why_no_cuts()
+        if self._refusal is None:
+            self.cuts.place(names, wanted, spare=map(module_of, plan))
+        self.cuts.stale = True
+
+    def _why_no_cuts(self) -> str | None:
+        if any(isinstance(module, nn.DataParallel) for module in self._model.modules()):
+            return REPLICATED
+        return MANY_PARTS if sum(1 for _ in outermost(self._model)) > MOST_PARTS else None
+
+    def write(self) -> None:
+        """Brings the factors of all compiled graphs up to date."""
+        wanted = bool(self._pins) or any(self._plan.values()) or self._unmoved.all_inside
+        self.reason = None
+        if wanted and not self.cuts.regions:
+            self.reason = self._refusal or NO_GRAPH
+        self.unprobed = False
+        self.active = tuple(self.cuts.write(self._assign))
+        if self._unmoved.looks_closer:
+            # With fewer cuts more of a graph is joined, and held for the reason of its neighbour.
+            self._unmoved.precise = self.cuts.stale = True
+            self._place_all()
+
+    def look_at(self, nodes: Iterable[Node]) -> None:
+        """Takes note of how many compiled graphs lie below a loss; a probe has none."""
+        found = sum(map(is_compiled_node, below(nodes)))
+        if found:
+            self._several = found > 1
+
+    def meets_a_strange_graph(self, nodes: Iterable[Node]) -> bool:
+        """Whether a probe is wanted for a loss that comes from graphs of which nothing is known.
+
+        Call it in every step that is no probe, with the nodes of its losses.
+        """
+        if self._pins or not any(self._plan.values()) or not self.cuts.regions:
+            return False
+        if not self._strange.met(nodes, len(self.cuts.regions)):
+            return False
+        # The plan may know its modules from an earlier probe, though its own cuts are elsewhere.
+        before = self.cuts.traces.generation
+        self._place_all()
+        return before == self.cuts.traces.generation
+
+    def _place_all(self) -> None:
+        inside = self._inside()
+        wanted = (module_of(key) for key in self._plan)
+        self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
+
+    def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
+        """Takes note of what the plan would move and this graph holds at the global scale."""
+        if not self._pins:
+            self._unmoved.names.update(held_against(walk, keys, self._plan))
+
+    def hold(self, walk: Walk) -> None:
+        """Holds what compiled code cannot move, in a graph that is probed: none may plan on it."""
+        refusal = self._why_no_cuts() or (NO_GRAPH if self.cuts.untraced else None)
+        self._unmoved.all_inside = refusal is not None
+        names = dict.fromkeys(self._inside(), refusal) if refusal else self._unmoved.names
+        for edge in walk.cuts:
+            for name, _ in edge.cut.names:
+                reason = names.get(name)
+                if reason is not None:
+                    walk.held.setdefault(edge.upstream, reason)
+
+    def check(self, pins: Mapping[str, int]) -> None:
+        """Raises on pins that contradict each other in a compiled graph."""
+        for region in self.cuts.regions:
+            if region.generation == self.cuts.traces.generation:
+                from_pins(region.walk, pins)
+
+    def _assign(self, region: Region, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
+        pins, plan = self._pins, self._plan
+        neutral = Assignment([0] * region.walk.components)
+        if pins:
+            try:
+                return from_pins(region.walk, pins)
+            except ValueError:
+                # Of an older graph: ``check`` has let the present ones pass.
+                return neutral
+        if not any(plan.values()):
+            return neutral
+        name = called_elsewhere(keys, plan) if self._several else None
+        if self._unmoved.settled and not self._probing() and not self.cuts.superseded(region):
+            self._unmoved.in_region(region.walk, keys, plan, name)
+        if name is not None:
+            self.reason = (
+                f"{name!r} is called in several compiled graphs, or in one that is used twice"
+            )
+            return neutral
+        if not region.probed:
+            self.unprobed, self.reason = True, UNPROBED
+            return neutral
+        assignment = from_plan(region.walk, without_unused(keys, plan), plan)
+        if assignment.unplanned is not None:
+            self.reason = f"a compiled graph is not the planned one: {assignment.unplanned}"
+        return assignment
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        self._window.close()
+        self._entries.unwrap()
+        self.cuts.close()
+
+
+def meet(engine: Engine) -> CompiledModel:
+    """What an engine needs for its model, which is compiled; it goes when the engine does."""
+    reference = weakref.ref(engine)
+
+    def saw(module: nn.Module, output: Any) -> None:
+        watching = reference()
+        if watching is not None:
+            watching.saw(module, output)
+
+    def probing() -> bool:
+        watching = reference()
+        return watching is not None and watching.probing
+
+    hidden = not is_compiled(engine.model)
+    made = CompiledModel(engine.model, engine.linear, saw, probing, hidden=hidden)
+    weakref.finalize(engine, made.close).atexit = False
+    return made
+
+
+class Hooks:
+    """One forward hook on each of some modules."""
+
+    def __init__(self, modules: Iterable[nn.Module], saw: Saw) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                saw(module, output)
+
+        # First of all hooks, as the engine's global one is: a user's hook may change the output.
+        self._handles = [module.register_forward_hook(hook, prepend=True) for module in modules]
+
+    @property
+    def empty(self) -> bool:
+        return not self._handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _close_on_error(window: contextlib.ExitStack, module: Any, args: Any, output: Any) -> None:
+    # A forward that raised has no output. After one that did not the compiled function is still
+    # running, and a stance that changes under it makes fullgraph=True miss its graph.
+    if output is None:
+        window.close()

@@ -1,0 +1,141 @@
+"""What a probe does not see of compiled graphs, since it runs uncompiled.
+
+A plan is made from one eager graph, and followed in several compiled ones. Where these cannot do
+what the plan says, gradients overflow or vanish in every step but the probed ones, and the next
+probe shows nothing of it. So what is found out about compiled graphs goes into the next probe::
+
+    Unmoved            modules that a compiled graph holds at the global scale: not to be planned on
+    Strange            graphs without any cut, of modules that were not planned: to be probed
+    called_elsewhere   calls that a graph cannot tell apart: the graph stays neutral
+    without_unused     outputs that no loss uses, whose gradients a compiled graph has all the same
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.graph import Node, Walk
+from gradlift.torch.compiled.entry_points import is_compiled_node
+from gradlift.torch.compiled.factors import module_of
+
+# Probes for a graph of which nothing is known.
+MOST_TRIES = 6
+
+
+class Strange:
+    """Compiled graphs without any cut, which a plan with active cuts was not made for.
+
+    Another branch of the model may have none of the planned modules, and cuts are placed at those
+    alone. The next step is probed then. It may be the first branch's again, so this is done some
+    times, each time a step later: a branch that is taken in every fourth step is met too.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[type] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[type] = weakref.WeakSet()
+        self._regions = 0
+        self._tries = 0
+        self._wait: int | None = None
+
+    def met(self, nodes: Iterable[Node], regions: int) -> bool:
+        """Whether a probe is due; ``regions`` is how many graphs with cuts there are by now."""
+        found = {node._forward_cls for node in below(nodes) if is_compiled_node(node)}
+        if regions > self._regions:
+            self._known.update(found - set(self._seen))
+        self._seen.update(found)
+        self._regions = regions
+        strange = bool(found) and not any(graph in self._known for graph in found)
+        if strange and self._wait is None and self._tries < MOST_TRIES:
+            self._wait, self._tries = self._tries, self._tries + 1
+        if self._wait is None:
+            return False
+        self._wait = self._wait - 1 if self._wait else None
+        return self._wait is None
+
+
+class Unmoved:
+    """Modules that a plan would move and compiled code keeps at the global scale, with reasons."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self.all_inside = False
+        """Whether that is true of every module in compiled code."""
+        self.settled = False
+        """Whether the plan's own cuts are placed."""
+        self.precise = False
+        """Whether every module of the plan has a cut, so that a graph shows what it must hold."""
+        self._found = False
+
+    @property
+    def looks_closer(self) -> bool:
+        """Whether cuts at all modules would tell more."""
+        return self._found and self.settled and not self.precise
+
+    def in_region(
+        self,
+        walk: Walk,
+        keys: Mapping[Cut, tuple[str, ...]],
+        plan: Mapping[str, int],
+        called_elsewhere: str | None,
+    ) -> None:
+        """Takes note of what one compiled graph holds."""
+        held = held_against(walk, keys, plan)
+        if called_elsewhere is not None:
+            names = (name for edge in walk.cuts for name, _ in edge.cut.names)
+            self.names.update(dict.fromkeys(names, f"with {called_elsewhere!r} called elsewhere"))
+        elif self.precise:
+            self.names.update(held)
+        self._found = self._found or bool(held)
+
+
+def held_against(
+    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+) -> dict[str, str]:
+    """The modules that a plan would move and a graph holds, with the reason."""
+    return {
+        name: walk.held[edge.upstream]
+        for edge in walk.cuts
+        if edge.upstream in walk.held and any(plan.get(key) for key in keys[edge.cut])
+        for name, _ in edge.cut.names
+    }
+
+
+def without_unused(
+    keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+) -> dict[Cut, tuple[str, ...]]:
+    """The keys without those of outputs that no loss uses: a compiled graph has gradients of all.
+
+    They are not in the plan, and another output of the same module is.
+    """
+    planned = set(map(module_of, plan))
+    return {
+        cut: tuple(key for key in own if key in plan or module_of(key) not in planned)
+        for cut, own in keys.items()
+    }
+
+
+def called_elsewhere(keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]) -> str | None:
+    """A module that this graph calls, and another too, if the plan tells the calls apart."""
+    own = {key for several in keys.values() for key in several}
+    calls: defaultdict[str, set[str]] = defaultdict(set)
+    for key in plan:
+        calls[re.sub(r"@\d+$", "", key)].add(key)
+    for several in calls.values():
+        if own & several and not several <= own and len({plan[key] for key in several}) > 1:
+            return module_of(min(several))
+    return None
+
+
+def below(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that their gradients flow to."""
+    found, stack = set[Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [target for target, _ in node.next_functions if target is not None]
+    return found

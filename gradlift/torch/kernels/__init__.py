@@ -1,0 +1,1 @@
+"""Triton kernels; each has a plain reference in torch beside its caller."""

@@ -1,0 +1,110 @@
+"""What the gradients look like: exponent histograms, counted where the gradients are.
+
+During a probe every cut counts the exponents of the gradient that passes it, and every edge
+into a leaf those of the leaf's gradient, into one row of 256 counts each (``rows.py`` says which
+gradient has which row, ``counting.py`` counts). The rows stay on the device of their gradients.
+``send`` starts one copy to the host for each device and returns at once; ``survey`` waits for it
+and gives the planner what it needs (``survey.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gradlift.plan.histogram import BINS, Histogram
+from gradlift.plan.pilot import Survey
+from gradlift.torch.probe.counting import count_exponents, dense
+from gradlift.torch.probe.moments import Sums
+from gradlift.torch.probe.rows import FORMATS, Row, Rows
+from gradlift.torch.probe.survey import survey_of
+from gradlift.torch.ranks.reductions import Reduction
+
+
+class Probe(Rows):
+    """Histograms of the gradients in the graphs armed while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[torch.device, torch.Tensor] = {}
+        """int64, shape (at least the number of rows, 256), one on each device."""
+        self._sent: list[tuple[torch.Tensor, Any]] | None = None
+        self.reduction = Reduction()
+        """What becomes of the parameters' gradients after the backward pass."""
+        self.sums: tuple[Sums, ...] = ()
+        """What else is added up, by row: nothing here, see ``layer_probe.py``."""
+        self.classifies = False
+        """Whether a loss is a classifier's, as far as a rule asks."""
+
+    def record(self, row: int, grad: torch.Tensor) -> None:
+        """Counts one gradient; nothing waits for the device."""
+        grad = dense(grad)
+        if grad.numel() == 0:
+            return
+        self.rows[row].format = FORMATS.get(grad.dtype, "float32")
+        counts = self.counts.get(grad.device)
+        if counts is None or counts.shape[0] <= row:
+            counts = self._grow(grad.device)
+        with torch.no_grad():
+            count_exponents(grad, counts[row])
+
+    def _grow(self, device: torch.device) -> torch.Tensor:
+        counts = torch.zeros((len(self.rows), BINS), dtype=torch.int64, device=device)
+        if device in self.counts:
+            counts[: self.counts[device].shape[0]] = self.counts[device]
+        self.counts[device] = counts
+        return counts
+
+    def send(self) -> None:
+        """Starts the copy to the host; the device is not waited for."""
+        self._sent = [_to_host(counts) for counts in self.counts.values()]
+
+    def survey(self, exponent: int) -> Survey:
+        """The graph and what was seen in it; waits for the copy.
+
+        Args:
+            exponent: log2 of the loss scale in the step that was probed.
+        """
+        return survey_of(self, self._records(exponent), self.reduction)
+
+    def tensors(self, exponent: int) -> dict[str, Histogram]:
+        """A histogram for each cut's key and each parameter's name; waits for the copy."""
+        found: dict[str, Histogram] = {}
+        for row, histogram in self._records(exponent):
+            if row.rounded:
+                continue
+            known = found.get(row.key)
+            found[row.key] = Histogram.merge((known, histogram)) if known else histogram
+        return found
+
+    @property
+    def empty(self) -> bool:
+        """Whether no gradient came by."""
+        return not self.counts
+
+    def _records(self, exponent: int) -> Iterator[tuple[Row, Histogram]]:
+        if self._sent is None:
+            self.send()
+        for row, counts in zip(self.rows, self._bins(), strict=True):
+            if row.format is not None and any(counts):
+                yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
+
+    def _bins(self) -> list[list[int]]:
+        total = torch.zeros((len(self.rows), BINS), dtype=torch.int64, device="cpu")
+        for counts, event in self._sent or ():
+            if event is not None:
+                event.synchronize()
+            total[: counts.shape[0]] += counts
+        return total.tolist()
+
+
+def _to_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    if counts.device.type != "cuda":
+        return counts.cpu(), None
+    host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(counts.device))
+    return host, event

@@ -1,0 +1,191 @@
+"""Which gradients a probe records, and the components of the graph that they lie in.
+
+A row holds one gradient at one offset: what was stored at different exponents cannot be added.
+
+Several graphs may be armed during one probe (micro-batches, two networks that train against
+each other). Their components are joined by the keys they share, so that one plan fits all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlift.formats import Format
+from gradlift.torch.adaptive.cuts import Cut, Gate
+from gradlift.torch.adaptive.graph import DisjointSets, Walk
+
+FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+"""By dtype; all others count as float32."""
+
+
+@dataclass
+class Row:
+    """One gradient that is being recorded."""
+
+    key: str
+    offset: int
+    """It is stored at the loss's exponent plus this."""
+    downstream: int
+    """Number in the probe's sets of the component that computes it."""
+    upstream: int | None
+    """Number of the component it goes to; None for a leaf's gradient."""
+    format: str | None = None
+    """The format it was stored in, once seen."""
+    half_leaf: bool = False
+    """Whether it is a leaf's gradient that is stored in float16, at the global scale."""
+    rounded: Format | None = None
+    """The format it is rounded to inside its component, see ``emulate.py``."""
+    terms: int = 0
+    """Products in one element of the input gradient of the layer behind a cut, where a rule asks
+    for them and knows the layer's weight."""
+
+
+class Rows:
+    """The rows of a probe, given to the graphs that are armed while it runs."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._where: dict[tuple[str, int, Any], int] = {}
+        self._sets = DisjointSets()
+        self._loss = self._sets.add()
+        self._ids: dict[str, int] = {}
+        self._held: set[int] = set()
+        self._wide: dict[str, bool] = {}
+        """Whether a leaf's gradient is computed in float32 alone, by key."""
+        self._numbers: dict[int, int] = {}
+        self._formats: dict[int, set[str]] = {}
+        """Formats of the gradients that stay inside each component, past no cut."""
+
+    def attach(
+        self,
+        walk: Walk,
+        keys: Mapping[Cut, tuple[str, ...]],
+        offsets: list[int],
+        parameters: Mapping[int, str],
+        leaf_return: Callable[[Any], Any],
+    ) -> None:
+        """Gives every cut and leaf edge of an armed graph its row."""
+        components = self._numbers = self._number_components(walk, keys)
+        for edge in walk.cuts:
+            key, offset = keys[edge.cut][0], offsets[edge.downstream]
+            down, up = components[edge.downstream], components[edge.upstream]
+            edge.cut.row = self._row(key, offset, down, up)
+        for number, edge in enumerate(walk.leaves):
+            # An input, or a parameter that somebody has gathered from its shards.
+            own = components[edge.component]
+            key = parameters.get(id(edge.leaf), f"leaf {number} of component {own}")
+            row = self._row(key, offsets[edge.component], own, None)
+            leaf_return(edge.node).rows[edge.position] = row
+            self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
+            formats = formats_of(edge.node) | {FORMATS.get(edge.leaf.dtype, "float32")}
+            # A parameter with several uses comes out of a narrow format if one of them does.
+            self._wide[key] = formats == {"float32"} and self._wide.get(key, True)
+        for node, component in zip(walk.nodes, walk.component_of, strict=True):
+            cut = walk.cut_slots.get(node, ())
+            self._formats.setdefault(components[component], set()).update(formats_of(node, cut))
+
+    @property
+    def wide(self) -> frozenset[str]:
+        """The leaves whose gradients are computed in float32, for every use; none if all are."""
+        if all(self._wide.values()):
+            return frozenset()
+        return frozenset(key for key, wide in self._wide.items() if wide)
+
+    @property
+    def passed_cuts(self) -> bool:
+        """Whether a module's output was in the graphs."""
+        return any(row.upstream is not None for row in self.rows)
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Those that were met."""
+        return frozenset(self._wide)
+
+    def attach_rounded(self, walk: Walk, offsets: list[int], gate: Gate, mark: str) -> None:
+        """Gives what is rounded in the graph attached last a row for each component."""
+        for node, component in zip(walk.nodes, walk.component_of, strict=True):
+            for hook in node.metadata.get(mark, {}).values():
+                number, offset = self._numbers[component], offsets[component]
+                where = (f"rounded {number}", offset, hook.format)
+                if where not in self._where:
+                    self._where[where] = len(self.rows)
+                    row = Row(where[0], offset, number, number, rounded=hook.format)
+                    self.rows.append(row)
+                hook.arm(gate, self._where[where])
+
+    def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
+        numbers = {0: self._loss}
+        for edge in walk.cuts:
+            for key in keys[edge.cut]:
+                own = self._ids.get(key)
+                if own is None:
+                    own = self._ids[key] = self._sets.add()
+                self._sets.join(numbers.setdefault(edge.upstream, own), own)
+        self._held.update(numbers[component] for component in {*walk.held, *walk.hooked})
+        return numbers
+
+    def _row(self, key: str, offset: int, downstream: int, upstream: int | None) -> int:
+        where = (key, offset, upstream is None)
+        if where not in self._where:
+            self._where[where] = len(self.rows)
+            self.rows.append(Row(key, offset, downstream, upstream))
+        return self._where[where]
+
+    # The graphs together. Components go by their root in the sets.
+
+    def find(self, component: int) -> int:
+        """The component that one has become part of."""
+        return self._sets.find(component)
+
+    @property
+    def loss(self) -> int:
+        """The component of the loss."""
+        return self.find(self._loss)
+
+    def numbers(self) -> dict[int, int]:
+        """The number of each component in the survey's graph."""
+        roots = {self.find(i) for i in range(len(self._sets.parent))}
+        return {root: n for n, root in enumerate(sorted(roots))}
+
+    def keys(self) -> dict[int, list[str]]:
+        """The keys of the cuts that lead into each component."""
+        keys: dict[int, list[str]] = {root: [] for root in self.numbers()}
+        for key, own in self._ids.items():
+            keys[self.find(own)].append(key)
+        return keys
+
+    def held(self) -> set[int]:
+        """The components that run at the global scale."""
+        return {self.find(component) for component in self._held}
+
+    def inside(self) -> dict[int, set[str]]:
+        """The formats of the gradients inside each component, past no cut."""
+        inside: dict[int, set[str]] = {}
+        for component, formats in self._formats.items():
+            inside.setdefault(self.find(component), set()).update(formats)
+        return inside
+
+    def rounded(self) -> dict[int, Format]:
+        """The components with gradients that are rounded, and the format."""
+        return {self.find(row.downstream): row.rounded for row in self.rows if row.rounded}
+
+    def is_wide(self, leaf: str) -> bool:
+        """Whether a leaf's gradient is computed in float32 alone."""
+        return self._wide.get(leaf, False)
+
+
+def formats_of(node: Any, without: Container[int] = ()) -> set[str]:
+    """The formats of the gradients that flow into a node, as far as torch tells.
+
+    Half-precision gradients may live between two ops of a component and never meet a cut.
+
+    Args:
+        node: an autograd node.
+        without: slots to leave out.
+    """
+    slots = enumerate(getattr(node, "_input_metadata", ()))
+    return {FORMATS.get(slot.dtype, "float32") for n, slot in slots if n not in without}

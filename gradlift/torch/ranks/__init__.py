@@ -1,0 +1,1 @@
+"""Several ranks that decide as one."""

@@ -1,0 +1,180 @@
+"""Agree: every rank learns what every rank found, in one small all-reduce, and decides alike.
+
+Each rank writes a row of numbers into a table that is zero elsewhere; the sum of the tables is the
+table of all rows. Adding zeros is exact, so the ranks hold the same bits whatever the order of the
+sum, and derive the same decision from them. A row also names what must be equal (the scale, its
+growth tracker, the settings, checkpoints loaded, the plan), so that a difference is met by a skip
+on all ranks and told with its rank.
+
+Squares of the gradient's norm come in three columns, so that each element counts once: those that
+this rank alone answers for, those of plain gradients, of which every rank holds a copy, and those
+of DTensors, whose meshes may be copies of one another; see ``ownership``. Copies that differ are no
+copies, and that too is a dispute.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradlift.torch.ranks.groups import Ranks
+from gradlift.torch.step.grads import has_float64
+
+# A row. The last five must be equal on all ranks.
+FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY = range(6)
+SCALE, TRACKER, SETTINGS, LOADS, PLAN = range(6, 11)
+COLUMNS = 11
+SQUARES = slice(OWN, COPY)
+
+ABSENT = -1.0
+"""In PLAIN and COPY: this rank has no such gradient."""
+
+TOLERANCE = 1e-3
+"""How far the norms of copies may lie apart: kernels that add in no fixed order differ in the last
+bits, parameters that are no copies by far more."""
+
+_NAMES = {
+    SCALE: "the scale",
+    TRACKER: "the growth tracker",
+    SETTINGS: "the policy's numbers or max_norm (as a hash)",
+    LOADS: "the number of checkpoints loaded",
+    PLAN: "the plan (as a hash)",
+}
+
+
+class Mine(NamedTuple):
+    """What one rank brings to an agreement. All tensors are 0-d on the scaler's device, but
+    ``squares``."""
+
+    found_inf: Tensor
+    bad_loss: Tensor | None
+    scale: Tensor
+    growth_tracker: Tensor
+    settings: int
+    loads: int
+    plan: int
+    squares: Tensor | None = None
+    """float64 [3]: OWN, PLAIN and MESH; None if the norm is not wanted."""
+    copy: int = -1
+    """Which copy of the mesh this rank is in; -1 if it has no DTensor gradients."""
+    more: Tensor | None = None
+    """float64 [any]: more columns, of which nothing is decided here."""
+
+
+class Verdict(NamedTuple):
+    """What all ranks decide. 0-d tensors on the scaler's device."""
+
+    found_inf: Tensor
+    """float32, exactly 1.0 if any rank found an inf or a NaN, or if the ranks differ."""
+    bad_loss: Tensor
+    """float32, 1.0 if any rank's loss was bad, or if the ranks differ: no scale can help."""
+    norm: Tensor
+    """float64: the norm over all ranks of the gradients as they lie; 0 if not measured."""
+    disputed: Tensor
+    """bool: whether the ranks differ in what must be equal."""
+    rows: Tensor
+    """float64 [ranks, COLUMNS or more]"""
+
+
+class Exchange:
+    """An agreement under way."""
+
+    def __init__(self, ranks: Ranks, mine: Mine) -> None:
+        device = mine.scale.device
+        dtype = torch.float64 if has_float64(device) else torch.float32
+        more = 0 if mine.more is None else len(mine.more)
+        self._rows = torch.zeros(ranks.size, COLUMNS + more, dtype=dtype, device=device)
+        _write(self._rows[ranks.me], mine)
+        self.measured = mine.squares is not None
+        if torch.compiler.is_compiling():
+            ranks.reduce_(self._rows)
+            self._work = None
+        else:
+            self._work = ranks.reduce_later_(self._rows)
+
+    def settle(self) -> Verdict:
+        """Wait for the others, on the device where there is one, and decide."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return decide(self._rows, self.measured)
+
+
+def _write(row: Tensor, mine: Mine) -> None:
+    bad_loss = torch.zeros_like(mine.found_inf) if mine.bad_loss is None else mine.bad_loss
+    parts = [mine.found_inf, bad_loss, mine.scale, mine.growth_tracker]
+    for column, part in zip((FOUND, BAD_LOSS, SCALE, TRACKER), parts, strict=True):
+        row[column].copy_(part)
+    for column, number in ((SETTINGS, mine.settings), (LOADS, mine.loads), (PLAN, mine.plan)):
+        row[column].fill_(number)
+    if mine.more is not None:
+        row[COLUMNS:].copy_(mine.more)
+    if mine.squares is not None:
+        row[SQUARES].copy_(mine.squares)
+        row[COPY].fill_(mine.copy)
+
+
+def decide(rows: Tensor, measured: bool) -> Verdict:
+    """What follows from all rows, float64 [ranks, COLUMNS or more]; nothing is read back."""
+    high, low = rows.amax(0), rows.amin(0)
+    disputed = (high[SCALE:COLUMNS] != low[SCALE:COLUMNS]).any()
+    total = torch.zeros((), dtype=rows.dtype, device=rows.device)
+    if measured:
+        total, apart = _count_once(rows)
+        disputed = disputed | apart
+    flag = disputed.to(rows.dtype)
+    found_inf = torch.maximum(high[FOUND], flag).float()
+    bad_loss = torch.maximum(high[BAD_LOSS], flag).float()
+    return Verdict(found_inf, bad_loss, total.sqrt(), disputed, rows)
+
+
+def _count_once(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of all squares, each element once; and whether copies of one thing differ."""
+    plain = rows[:, PLAIN]
+    same_copy = (rows[:, COPY, None] == rows[None, :, COPY]).to(rows.dtype)
+    meshes = same_copy @ rows[:, MESH]
+    has_mesh = rows[:, COPY] >= 0
+    total, apart = rows[:, OWN].sum(), torch.zeros((), dtype=torch.bool, device=rows.device)
+    for squares, present in ((plain, plain >= 0), (meshes, has_mesh)):
+        high = torch.where(present, squares, 0.0).amax()
+        low = torch.where(present, squares, torch.inf).amin()
+        total = total + high
+        # False for NaN and for inf: those are overflows.
+        apart = apart | (high - low > 2 * TOLERANCE * high)
+    return total, apart
+
+
+def difference(rows: list[list[float]], ranks: Ranks) -> str:
+    """Which rank differs from the others, and in what; for an error message."""
+    for column, name in _NAMES.items():
+        values = [row[column] for row in rows]
+        if len(set(values)) > 1:
+            usual = max(values, key=values.count)
+            odd = [(ranks.members[i], v) for i, v in enumerate(values) if v != usual]
+            told = ", ".join(f"{value:.10g} on rank {rank}" for rank, value in odd[:8])
+            more = f" and {len(odd) - 8} more" if len(odd) > 8 else ""
+            rest = [ranks.members[i] for i, v in enumerate(values) if v == usual]
+            return (
+                f"gradlift: {name} differs between ranks: {told}{more}, {usual:.10g} on "
+                f"{_several(rest)}. No weight has moved. Give all ranks the same settings, load "
+                "the same checkpoint on all of them, and call update() equally often."
+            )
+    norms = ", ".join(
+        f"{max(row[PLAIN], 0.0) ** 0.5:.6g} and {row[MESH] ** 0.5:.6g} on rank {rank}"
+        for rank, row in zip(ranks.members[:8], rows, strict=False)
+    )
+    return (
+        "gradlift: parameters taken for copies of one another have gradients of different norm: "
+        f"(plain tensors and DTensors, still scaled) {norms}. No weight has moved. If each rank "
+        "owns its own, as pipeline stages and experts do, say scaler.mark_own(parameters); if "
+        "they are copies, average their gradients before step(), as DDP does."
+    )
+
+
+def _several(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown}"

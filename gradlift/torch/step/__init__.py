@@ -1,0 +1,1 @@
+"""The stages of a step: loss, check, clip, step, update, record."""

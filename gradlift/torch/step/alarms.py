@@ -1,0 +1,89 @@
+"""What the host does about skipped steps: warn once, call back, or end a hopeless run.
+
+The counters arrive from the device some steps late (``readback.py``); nothing here waits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from gradlift import floor
+from gradlift.torch.step.overflow_report import describe
+from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, COUNTS, FLOOR
+
+BAD_LOSS_ADVICE = (
+    "gradlift: the loss is inf or NaN before it is scaled: the data, the weights or the forward "
+    "pass hold what is not finite, and no loss scale can help. The step is skipped and the scale "
+    "stays as it is. The next step is watched for where it begins, and scaler.last_cause will hold "
+    "it; see docs/troubleshooting.md#the-loss-is-inf-or-nan"
+)
+
+
+class Alarms:
+    """Compares the counters with those it saw last, and acts on what is new."""
+
+    def __init__(self, max_consecutive_skips: int | None) -> None:
+        limit = max_consecutive_skips
+        valid = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if limit is not None and not valid:
+            raise ValueError(
+                "max_consecutive_skips must be a whole number above 0 or None, got "
+                f"{max_consecutive_skips!r}"
+            )
+        self._limit = limit
+        self._said: set[str] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """The counters start again."""
+        self._seen = [0] * COUNTS
+
+    def sound(self, counts: list[int] | None, scaler: Any) -> None:
+        """React to ``counts``, if any arrived.
+
+        Args:
+            counts: the scaler's counters, see ``update.py``; None if none arrived.
+            scaler: whose they are; its public face alone is used.
+
+        Raises:
+            FloatingPointError: where the user asked for it.
+        """
+        if counts is None:
+            return
+        seen, self._seen = self._seen, counts
+        if counts[BAD_LOSS] > seen[BAD_LOSS]:
+            self._say_once("bad loss", BAD_LOSS_ADVICE, 5)
+        if counts[FLOOR] > seen[FLOOR]:
+            policy = scaler.policy
+            floor.act(policy.on_floor, lambda: _at_floor(scaler), scaler, self._say_at_floor)
+        more = counts[CONSECUTIVE] > seen[CONSECUTIVE]
+        if self._limit is not None and more and counts[CONSECUTIVE] >= self._limit:
+            raise FloatingPointError(
+                f"gradlift: {counts[CONSECUTIVE]} steps in a row were skipped "
+                f"(max_consecutive_skips={self._limit}), the scale is {scaler.get_scale():g}. "
+                f"The last overflow: {describe(scaler.overflow_report())}"
+            )
+
+    def _say_at_floor(self, message: str) -> None:
+        self._say_once("floor", message, 6)
+
+    def _say_once(self, key: str, message: str, stacklevel: int) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_limit": self._limit, "_said": self._said}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.restart()
+
+
+def _at_floor(scaler: Any) -> str:
+    return (
+        f"gradlift: a step overflowed with the scale at its floor, min_scale="
+        f"{scaler.policy.min_scale:g}. The gradients hold infs or NaNs that no scale removes: "
+        f"{describe(scaler.overflow_report())}"
+    )

@@ -1,0 +1,115 @@
+"""Whether a loss was finite before it was scaled, on the device, without a sync.
+
+A loss that is already inf or NaN is no fault of the scale. Each ``scale()`` call notes a flag;
+the flags that a ``step`` sees are those of the losses since the last step began: with two losses
+and then two steps both steps see both, with loss, step, loss, step each sees its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradlift.torch.ranks.pipelines import is_rehearsal
+from gradlift.torch.step.grads import local
+from gradlift.torch.step.readback import moved_to
+from gradlift.torch.step.update import has_triton
+
+
+class LossFlags:
+    """The flags of the losses that the next step answers for."""
+
+    def __init__(self) -> None:
+        self._flag: Tensor | None = None
+        self._unseen: Tensor | None = None
+        self._taken = False
+        self.in_closure = False
+        self.outside = False
+        """Whether a loss was scaled outside a closure since the last update: its gradients carry
+        the scale of then, and nothing may change it."""
+        self.seen = False
+        """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
+        self.keeps_total = False
+        """Whether somebody wants to know ``total``."""
+        self.total: Tensor | None = None
+        """0-d float32 on the scaler's device: the losses of this iteration, summed."""
+
+    def see(self, output: Tensor, device: torch.device) -> None:
+        """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
+        if is_rehearsal():
+            return
+        self.seen = True
+        self.outside = self.outside or (output.requires_grad and not self.in_closure)
+        if self._taken:
+            self.reset()
+        if not output.is_floating_point():
+            return
+        plain = type(output) is Tensor and not output.is_sparse
+        value = output if plain else output._values() if output.is_sparse else local(output)
+        if not value.numel():
+            return
+        if self.keeps_total:
+            summed = moved_to(value.detach().float().sum(), device)
+            self.total = summed if self.total is None else self.total + summed
+        if self._flag is None and self._unseen is None and _can_wait(value, device):
+            self._unseen = value.detach()
+            return
+        self._look(device)
+        self._add(value.detach(), device)
+
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the step at hand answers for: a flag, 0-d float32 and 1.0 where a loss was not
+        finite, or one loss that the device has yet to look at; neither where nothing applies."""
+        self._taken = True
+        return self._flag, self._unseen
+
+    def look(self) -> Tensor | None:
+        """The flag, computed now if it was not yet."""
+        if self._unseen is not None:
+            self._look(self._unseen.device)
+        return self._flag
+
+    def _look(self, device: torch.device) -> None:
+        if self._unseen is not None:
+            self._add(self._unseen, device)
+            self._unseen = None
+
+    def _add(self, value: Tensor, device: torch.device) -> None:
+        flag = moved_to(_not_finite(value), device)
+        self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
+
+    def reset(self) -> None:
+        self._flag = self._unseen = None
+        self._taken = False
+
+    def end_iteration(self) -> None:
+        """The scale may have changed: nothing seen so far counts any more."""
+        self.reset()
+        self.outside, self.total = False, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+
+
+def _can_wait(value: Tensor, device: torch.device) -> bool:
+    """Whether a single loss can be left to the launch that counts overflows."""
+    return (
+        value.is_cuda
+        and value.device == device
+        and value.numel() == 1
+        and not torch.compiler.is_compiling()
+        and has_triton()
+    )
+
+
+def _not_finite(value: Tensor) -> Tensor:
+    if value.numel() > 1:
+        value = torch.linalg.vector_norm(value, torch.inf)
+    # x - x is 0 for a finite x and NaN for inf and NaN: two small launches for the whole test.
+    flag = (value - value).ne_(0).float()
+    return flag if flag.dim() == 0 else flag.reshape(())

@@ -1,0 +1,362 @@
+"""Record: what a step left on the device, brought to a writer without waiting for it.
+
+Each recorded step leaves one row of numbers on the device, and a batch of rows goes to the host
+in one copy, which is looked at when the next batch is complete::
+
+    update       row of scale, overflow, bad loss, norm, inf, skips    on the device
+    BATCH rows   one asynchronous copy to pinned memory
+    BATCH later  the copy has long arrived: records, one write
+
+On the CPU there is nothing to wait for: a batch is one step, written when it ends. An adaptive
+scaler learns of a probe some steps late, so its records are held back that long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradlift.formats import get
+from gradlift.plan.histogram import Histogram
+from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
+from gradlift.report.writers import Writer, writer_for
+from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.outcome import Outcome
+from gradlift.torch.step.overflow_report import OverflowReport
+from gradlift.torch.step.readback import InFlight, capturing, moved_to
+from gradlift.torch.step.update import SKIPPED
+
+if TYPE_CHECKING:
+    from gradlift.plan.plan import Plan
+    from gradlift.torch.probe.probe import Probe
+
+# Rows to a copy on a GPU; a killed run has not written up to twice as many.
+BATCH = 32
+# Place in a row of how many optimizers found an inf or a NaN.
+_FOUND = 1
+
+
+class _Noted(NamedTuple):
+    """What the host knows of a step when it ends."""
+
+    step: int
+    max_norm: float | None
+    where: str | None
+    first_bad: str | None
+    has_loss: bool
+    time: float
+
+
+class Recorder:
+    """Turns the steps of one scaler into records; made by ``scaler.record_to``.
+
+    Args:
+        writer: where they go.
+        overflows: the scaler's, which names the gradients that overflowed.
+        every: record each n-th step.
+        delay: records wait this many steps for what is learned of them late.
+        batch: rows to a copy.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        overflows: OverflowReport,
+        every: int = 1,
+        delay: int = 0,
+        batch: int = 1,
+    ) -> None:
+        self._writer, self._overflows = writer, overflows
+        self._every, self._delay, self._batch = every, delay, batch
+        self.step: int = getattr(writer, "next_step", 0)
+        """Number of the step under way."""
+        self._noted: list[_Noted] = []
+        self._rows: Tensor | None = None
+        self._sent: tuple[list[_Noted], InFlight] | None = None
+        self._held: deque[StepRecord] = deque()
+        self._probes: dict[int, tuple[ModuleRecord, ...]] = {}
+        self._largest: dict[int, int] = {}
+        self._plans: dict[int, PlanChange] = {}
+        self._closed = False
+
+    def note(
+        self,
+        scale: DeviceScale,
+        found_inf: Tensor,
+        bad_loss: Tensor,
+        outcome: Outcome,
+        loss: Tensor | None,
+        cause: object = None,
+    ) -> None:
+        """The step under way has ended; called in ``update()`` before the scale changes.
+
+        Args:
+            scale: of the step.
+            found_inf: 0-d float32: how many optimizers found an inf or a NaN.
+            bad_loss: 0-d float32: how many of them had a bad loss.
+            outcome: of the step.
+            loss: 0-d float32: the sum of the losses that were scaled for it; None without any.
+            cause: what broke it, where that was looked for.
+        """
+        if self._closed or torch.compiler.is_compiling() or capturing(scale.device):
+            return
+        if self.step % self._every == 0:
+            self._keep_row(scale, found_inf, bad_loss, outcome, loss, cause)
+        self.step += 1
+        if len(self._noted) == self._batch:
+            self._send()
+        self._release(self.step - self._delay)
+
+    def _keep_row(
+        self,
+        scale: DeviceScale,
+        found_inf: Tensor,
+        bad_loss: Tensor,
+        outcome: Outcome,
+        loss: Tensor | None,
+        cause: object,
+    ) -> None:
+        device, counts = scale.device, scale.counts
+        assert scale.scale is not None and counts is not None  # noqa: PT018
+        inf, where = self._look(scale, found_inf)
+        measured = outcome.max_norm is not None and outcome.grad_norm is not None
+        norm = outcome.grad_norm if measured and outcome.grad_norm is not None else scale.zero
+        skips = counts[SKIPPED] + found_inf
+        told = scale.zero if loss is None else loss
+        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, told, scale.updates + 1]
+        row = [moved_to(v, device).float().reshape(()) for v in row]
+        if self._rows is None or self._rows.device != device:
+            self._rows = torch.zeros(self._batch, len(row), device=device)
+        self._rows[len(self._noted)].copy_(torch.stack(row))
+        max_norm = outcome.max_norm if measured else None
+        first_bad = None if cause is None else str(cause)
+        known = _Noted(self.step, max_norm, where, first_bad, loss is not None, time.time())
+        self._noted.append(known)
+
+    def _look(self, scale: DeviceScale, found_inf: Tensor) -> tuple[Tensor, str | None]:
+        """Whether a gradient held an inf, 0-d, and the first that was not finite, if known here."""
+        if found_inf.device.type == "cpu":
+            report = self._overflows.report() if bool(found_inf) else ()
+            inf = scale.one if any(row[1] for row in report) else scale.zero
+            return inf, report[0][0] if report else None
+        held = self._overflows.held_inf(scale.updates)
+        # Where nobody counted, an overflow is taken for what it nearly always is.
+        return scale.one if held is None else held, None
+
+    def _send(self) -> None:
+        """Start the copy of the rows at hand, and take in the ones that were under way."""
+        before, self._sent = self._sent, None
+        if self._rows is not None and self._noted:
+            self._sent = self._noted, InFlight(self._rows)
+            self._noted = []
+        if before is not None:
+            self._take(*before)
+        if self._sent is not None and self._rows is not None and self._rows.device.type == "cpu":
+            arrived, self._sent = self._sent, None
+            self._take(*arrived)
+
+    def _take(self, noted: list[_Noted], rows: InFlight) -> None:
+        values = rows.wait().tolist()[: len(noted)]
+        named = self._name_last_overflow() if any(row[_FOUND] for row in values) else (0, None)
+        for known, (*row, update) in zip(noted, values, strict=True):
+            where = named[1] if update == named[0] else known.where
+            self._held.append(_record(known._replace(where=where), *row))
+
+    def _name_last_overflow(self) -> tuple[int, str | None]:
+        """The update of the last overflow that a device counted, and the first gradient in it.
+
+        Waits for the device, but only when a batch brings an overflow.
+        """
+        update, report = self._overflows.latest()
+        return update, report[0][0] if report else None
+
+    def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
+        """A probe has come back, of the step ``age`` steps before the one that ended last."""
+        self._probes[self.step - 1 - age] = tuple(modules)
+
+    def measured(self, age: int, largest: int) -> None:
+        """floor(log2) of the largest true parameter gradient of a step, as ``probed``."""
+        self._largest[self.step - 1 - age] = largest
+
+    def planned(self, change: PlanChange) -> None:
+        """A new plan, in force from the step under way on."""
+        self._plans[self.step] = change
+
+    def _release(self, before: int) -> None:
+        """Write the records of the steps below ``before``."""
+        ready = []
+        while self._held and self._held[0].step < before:
+            record = self._held.popleft()
+            modules, plan = _up_to(self._probes, record.step), _up_to(self._plans, record.step)
+            largest = _up_to(self._largest, record.step)
+            ready.append(replace(record, modules=modules or (), plan=plan, largest=largest))
+        if ready:
+            self._writer.write(ready)
+
+    def close(self) -> None:
+        """Write what is still under way, waiting for it, and say that the run has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        self._send()
+        self._send()
+        self._release(self.step)
+        self._writer.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_recorder(
+    target: Any,
+    every: int,
+    overflows: OverflowReport,
+    *,
+    delay: int,
+    device_type: str,
+    about: dict[str, Any],
+    first_step: int | None = None,
+) -> Recorder:
+    """The recorder for what a user gave to ``record_to``.
+
+    Args:
+        target: a path or a writer.
+        every: record each n-th step.
+        overflows: the scaler's.
+        delay: records wait this many steps for what is learned of them late.
+        device_type: of the scaler.
+        about: what a file says of the run.
+        first_step: number of the step under way; None for the one after the last on file.
+    """
+    from gradlift import __version__
+
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number of steps above 0, got {every!r}")
+    about = {**about, "gradlift": __version__, "torch": torch.__version__}
+    writer = writer_for(_for_this_rank(target), about, first_step)
+    made = Recorder(writer, overflows, every, delay, 1 if device_type == "cpu" else BATCH)
+    made.step = made.step if first_step is None else first_step
+    return made
+
+
+def _for_this_rank(target: Any) -> Any:
+    """Ranks that share a file would write over each other: rank 0 writes, unless the path says
+    ``{rank}``."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else 0
+    if isinstance(target, (str, os.PathLike)):
+        path = os.fspath(target)
+        if "{rank}" in path:
+            return path.replace("{rank}", str(rank))
+        return path if rank == 0 else _Nowhere()
+    return target
+
+
+class _Nowhere:
+    """The writer of a rank that has none."""
+
+    def write(self, records: object) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _record(
+    known: _Noted,
+    scale: float,
+    found: float,
+    bad: float,
+    norm: float,
+    inf: float,
+    skips: float,
+    loss: float,
+) -> StepRecord:
+    cause = None if not found else "forward" if bad else "inf" if inf else "nan"
+    measured = known.max_norm is not None
+    clip = min(1.0, known.max_norm / (norm + 1e-6)) if known.max_norm and not found else None
+    return StepRecord(
+        known.step,
+        scale,
+        bool(found),
+        cause,
+        norm if measured else None,
+        clip,
+        int(skips),
+        known.where,
+        loss=loss if known.has_loss else None,
+        first_bad=known.first_bad,
+        time=known.time,
+    )
+
+
+def _up_to(known: dict[int, Any], step: int) -> Any:
+    """The latest entry for a step up to ``step``; it and all before it are taken out."""
+    found = None
+    for at in sorted(at for at in known if at <= step):
+        found = known.pop(at)
+    return found
+
+
+# What an adaptive scaler has to tell.
+
+
+def module_records(
+    probe: Probe, exponent: int, order: Mapping[str, int]
+) -> tuple[ModuleRecord, ...]:
+    """A record for each module's output gradient that a probe saw.
+
+    Args:
+        probe: waited for if it is still under way.
+        exponent: log2 of the loss scale in the probed step.
+        order: place of each module's name in the model.
+    """
+    found: dict[str, ModuleRecord] = {}
+    for row, histogram in probe._records(exponent):
+        if row.upstream is not None:
+            at = exponent + row.offset
+            found[row.key] = module_record(row.key, at, histogram, row.format or "float16")
+    last = len(order)
+    return tuple(
+        found[key]
+        for key in sorted(
+            found, key=lambda k: order.get(re.sub(r"(\[\d+\])?(@\d+)?$", "", k), last)
+        )
+    )
+
+
+def module_record(name: str, exponent: int, histogram: Histogram, format: str) -> ModuleRecord:
+    """What a histogram says of a gradient stored times 2**exponent in ``format``."""
+    total = max(histogram.zeros + histogram.nonzero + histogram.nonfinite, 1)
+    subnormal = histogram.below(get(format).min_exponent - exponent)
+    counts = histogram.counts
+    return ModuleRecord(
+        name,
+        exponent,
+        flushed=histogram.zeros / total,
+        subnormal=subnormal / total,
+        overflowed=histogram.nonfinite / total,
+        low=histogram.lowest_kept(0.0),
+        tenth=histogram.lowest_kept(0.1),
+        median=histogram.lowest_kept(0.5),
+        ninetieth=histogram.lowest_kept(0.9),
+        high=counts[-1][0] if counts else None,
+    )
+
+
+def plan_change(plan: Plan, why: str) -> PlanChange:
+    """A plan in words; ``why`` says what made it."""
+    reasons = [f"{cut.name}: times 2^{cut.shift}; {cut.why}" for cut in plan.active]
+    summary = str(plan).splitlines()[0]
+    return PlanChange(summary, (why, *reasons, *plan.reasons), len(plan.active))

@@ -1,0 +1,113 @@
+"""Update: the policy's rule applied to state that lives on the device.
+
+One rule, three ways to run it, equal bit for bit (``tests/test_torch_update.py``): plain Python
+for the CPU, where reading a value costs nothing; ``torch.where`` inside a compiled graph and on
+devices without Triton; and one Triton launch on a GPU, where fifteen small kernels would cost
+more than the optimizer step of a small model. The products are taken in float64 and rounded
+once, as torch's own fused update does, so factors such as 1.1 agree with it too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradlift.policy import Policy, ScaleState, numbers
+from gradlift.policy import update as next_state
+from gradlift.torch.step.grads import has_float64
+
+# Places in the int32 vector of counts.
+SKIPPED, CONSECUTIVE, FLOOR, BAD_LOSS, UPDATES = range(5)
+COUNTS = 5
+
+
+def update_(
+    policy: Policy, state: ScaleState, counts: Tensor, found_inf: Tensor, bad_loss: Tensor
+) -> None:
+    """Move ``state`` and ``counts`` to the next step, in place, without a sync.
+
+    Args:
+        policy: what decides.
+        state: three 0-d tensors on one device: float32, int32, int32.
+        counts: int32 [5] there: steps skipped, skipped in a row, overflows met at the floor,
+            updates with a loss that was not finite, updates.
+        found_inf: 0-d float32 there: how many optimizers found an inf or a NaN.
+        bad_loss: 0-d float32 there: how many of them had a loss that was not finite.
+    """
+    device = counts.device
+    if torch.compiler.is_compiling():
+        _update_with_where_(policy, state, counts, found_inf, bad_loss)
+    elif device.type == "cpu":
+        _update_in_python_(policy, state, counts, found_inf, bad_loss)
+    elif device.type in ("cuda", "xpu") and has_triton():
+        _launch(device)(*state, counts, found_inf, bad_loss, _numbers(policy, device))
+    else:
+        _update_with_where_(policy, state, counts, found_inf, bad_loss)
+
+
+def _update_in_python_(
+    policy: Policy, state: ScaleState, counts: Tensor, found_inf: Tensor, bad_loss: Tensor
+) -> None:
+    found, bad = found_inf.item(), bad_loss.item()
+    before = ScaleState(*(value.item() for value in state))
+    after = next_state(policy, before, found > 0, loss_finite=found > bad)
+    tally = counts.tolist()
+    tally[SKIPPED] += int(found)
+    tally[CONSECUTIVE] = tally[CONSECUTIVE] + 1 if found > 0 else 0
+    # Patience left below 1 tells that this overflow was to lower the scale.
+    lowers = found > bad and after.hysteresis_tracker == 0
+    tally[FLOOR] += int(lowers and before.scale <= policy.min_scale)
+    tally[BAD_LOSS] += int(bad > 0)
+    tally[UPDATES] += 1
+    for tensor, value in zip(state, after, strict=True):
+        tensor.fill_(value)
+    counts.copy_(torch.tensor(tally, dtype=torch.int32, device="cpu"))
+
+
+def _update_with_where_(
+    policy: Policy, state: ScaleState, counts: Tensor, found_inf: Tensor, bad_loss: Tensor
+) -> None:
+    scale = state.scale.double() if has_float64(counts.device) else state.scale
+    skip, blame = found_inf > 0, found_inf > bad_loss
+    before = ScaleState(scale, state.growth_tracker, state.hysteresis_tracker)
+    after = next_state(policy, before, skip, torch.where, loss_finite=blame)
+    at_floor = blame & (after.hysteresis_tracker == 0) & (scale <= policy.min_scale)
+    tally = torch.stack(
+        [
+            counts[SKIPPED] + found_inf.int(),
+            torch.where(skip, counts[CONSECUTIVE] + 1, 0),
+            counts[FLOOR] + at_floor.int(),
+            counts[BAD_LOSS] + (bad_loss > 0).int(),
+            counts[UPDATES] + 1,
+        ]
+    )
+    for tensor, value in zip(state, after, strict=True):
+        tensor.copy_(value)
+    counts.copy_(tally)
+
+
+def _numbers(policy: Policy, device: torch.device) -> Tensor:
+    """The rule's numbers, float64 [7] on ``device``; a Triton scalar would be float32."""
+    return _on_device(tuple(map(float, numbers(policy))), device)
+
+
+@functools.cache  # kept for good: a captured CUDA graph may read it
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+@functools.lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed; it comes with torch's CUDA, ROCm and XPU builds on Linux."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _launch(device: torch.device) -> Any:
+    from gradlift.torch.kernels import scalars
+
+    return scalars.Launch(scalars.rule, device, 1, 1, ())

@@ -1,0 +1,201 @@
+"""Uneven inputs: a rank whose batches have run out goes on deciding with the others.
+
+Under ``torch.distributed.algorithms.join.Join`` such a rank answers the collectives of the ranks
+that still train. The scaler has one too, and its scale grows with the number of steps: a rank that
+stood still would come back with another scale than the rest, and gradients averaged over both
+would be wrong on every rank. So here it takes an empty step, repeats what the others call on their
+scaler, and follows their scale::
+
+    with Join([model, UnevenInputs(scaler, optimizer)]):
+        for batch in batches:
+            ...
+
+What a rank without batches does not get are the others' gradients: its weights are the last
+rank's when the ``with`` block ends, which is DistributedDataParallel's doing, but the state of its
+optimizer and its schedulers are what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from gradlift.torch import for_trainers
+from gradlift.torch.scaler import GradScaler
+from gradlift.torch.step import closures, grads
+
+
+class UnevenInputs(Joinable):
+    """A scaler in a ``Join``, behind the model.
+
+    Args:
+        scaler: one with ``process_group=``, the group of the model.
+        *optimizers: all that step with the scaler, in one order on all ranks. There is one
+            ``update()`` to each forward pass of the model.
+    """
+
+    def __init__(self, scaler: GradScaler, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__()
+        if not isinstance(scaler, GradScaler):
+            raise ValueError(
+                "UnevenInputs(scaler, optimizer, ...) needs a gradlift.torch.GradScaler first, got "
+                f"{type(scaler).__module__}.{type(scaler).__name__}"
+            )
+        if not optimizers:
+            raise ValueError("name the optimizers that step with this scaler")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ValueError(
+                    "UnevenInputs(scaler, first, second, ...) takes optimizers one by one, got "
+                    f"{type(optimizer).__name__!r} among them"
+                )
+        if for_trainers.process_group(scaler) is None:
+            raise ValueError(
+                "the scaler has no process_group, so its ranks decide alone and a rank without "
+                "batches cannot follow the others: GradScaler(..., process_group=group)"
+            )
+        self._scaler = scaler
+        self._optimizers = optimizers
+        self._calls = _Calls(self)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self._calls.begin()
+        return _EmptySteps(self._scaler, self._optimizers, self._calls)
+
+    @property
+    def join_device(self) -> torch.device:
+        return grads.local(self._optimizers[0].param_groups[0]["params"][0].detach()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        return for_trainers.process_group(self._scaler)
+
+
+UNSCALE, STEP, UPDATE = range(1, 4)
+_KINDS = {"unscale_": UNSCALE, "step": STEP, "update": UPDATE}
+
+
+class _Calls:
+    """What the ranks that train call on their scaler, told to those that do not.
+
+    A rank without a batch has to send what the others send and cannot know it: which optimizers
+    step, in which order, which are unscaled first, what they are clipped to. So, as long as the
+    ``Join`` lasts, each such call begins with three numbers to all ranks. The methods are those of
+    this one scaler.
+    """
+
+    def __init__(self, inputs: UnevenInputs) -> None:
+        self._inputs = weakref.ref(inputs)
+        self._scaler = inputs._scaler
+        self._optimizers = inputs._optimizers
+        # Inside a call that was told, or on a rank that only repeats what it was told.
+        self._is_told = False
+
+    def begin(self) -> None:
+        """Tell of every call from now on."""
+        self.end()  # a Join that was left by an error
+        for name in _KINDS:
+            vars(self._scaler)[name] = self._telling(name)
+
+    def end(self) -> None:
+        """Leave the scaler as it was."""
+        for name in _KINDS:
+            vars(self._scaler).pop(name, None)
+
+    def _telling(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._scaler, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_told or not self._is_joining():
+                return method(*args, **kwargs)
+            if name == "step" and closures.split(args[1:], kwargs)[0] is not None:
+                # Its forward pass comes first, and its gradients are unscaled by a call of its own.
+                _refuse_clipped_closure(kwargs.get("max_norm"))
+                return method(*args, **kwargs)
+            self._tell(name, args, kwargs)
+            with self.told():
+                return method(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Calls in here are known to the others."""
+        self._is_told = True
+        try:
+            yield
+        finally:
+            self._is_told = False
+
+    def _is_joining(self) -> bool:
+        inputs = self._inputs()
+        return inputs is not None and inputs._join_config.enable
+
+    def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = 0
+        if name != "update":
+            optimizer = args[0] if args else kwargs["optimizer"]
+            known = [one is optimizer for one in self._optimizers]
+            if not any(known):
+                raise ValueError(
+                    f"UnevenInputs was not told of this {type(optimizer).__name__}: name all "
+                    "optimizers that step with the scaler, UnevenInputs(scaler, first, second)"
+                )
+            place = known.index(True)
+        self._shared([_KINDS[name], place, kwargs.get("max_norm") or 0.0])
+
+    def hear(self) -> tuple[int, int, float | None]:
+        """The next call of the others: its kind, which optimizer, and ``max_norm``."""
+        kind, place, max_norm = self._shared([0.0, 0.0, 0.0]).tolist()
+        return int(kind), int(place), max_norm or None
+
+    def _shared(self, mine: list[float]) -> torch.Tensor:
+        inputs = self._inputs()
+        assert inputs is not None
+        told = torch.tensor(mine, dtype=torch.float64, device=inputs.join_device)
+        group = inputs.join_process_group
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
+        return told
+
+
+def _refuse_clipped_closure(max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise ValueError(
+            f"step() with a closure and max_norm={max_norm!r} cannot be followed by a rank whose "
+            "inputs have run out: clip inside the closure, or step without one"
+        )
+
+
+class _EmptySteps(JoinHook):
+    def __init__(
+        self, scaler: GradScaler, optimizers: tuple[torch.optim.Optimizer, ...], calls: _Calls
+    ) -> None:
+        self._scaler = scaler
+        self._optimizers = optimizers
+        self._calls = calls
+
+    def main_hook(self) -> None:
+        """One iteration of the others, without a gradient."""
+        scaler, calls = self._scaler, self._calls
+        device = grads.local(self._optimizers[0].param_groups[0]["params"][0].detach()).device
+        scaler.scale(torch.zeros((), device=device))
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        while True:
+            kind, place, max_norm = calls.hear()
+            with calls.told():
+                if kind == UPDATE:
+                    scaler.update()
+                    return
+                if kind == UNSCALE:
+                    scaler.unscale_(self._optimizers[place])
+                else:
+                    scaler.step(self._optimizers[place], max_norm=max_norm)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._calls.end()
