@@ -204,14 +204,14 @@ def sabotaged(how, case):
             "soak_training.Loop.loss = lambda *args: [kept.append(loss(*args)) or kept[-1]"
             " for _ in range(9)][-1]",
             Case(1, steps=20),
-            "tensors leaked",
+            "tensors leak: ",
         ),
         (
             "kept = []\nloss = soak_training.Loop.loss\n"
             "soak_training.Loop.loss = lambda *args:"
             " [kept.append(open('/dev/null')), loss(*args)][1]",
             Case(1, steps=20),
-            "files left open",
+            "files leak: ",
         ),
         (
             "load = soak_training.Loop.load\n"
