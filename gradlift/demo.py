@@ -110,8 +110,8 @@ def load(rows: int = 1437, test_rows: int = 360) -> Digits:
     """scikit-learn's 1797 digits in a fixed shuffle, the last ``test_rows`` held out."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x = torch.as_tensor(images, dtype=torch.float32)[order] / 8 - 1
-    y = torch.as_tensor(labels, dtype=torch.int64)[order]
+    x = torch.as_tensor(images, dtype=torch.float32, device="cpu")[order] / 8 - 1
+    y = torch.as_tensor(labels, dtype=torch.int64, device="cpu")[order]
     train = slice(0, min(len(x) - test_rows, rows))
     return Digits(x[train], y[train], x[-test_rows:], y[-test_rows:])
 

@@ -8,6 +8,7 @@ Each case is a function of its own with asserts in it, run on every rank.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -23,12 +24,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from gradlift.torch import GradScaler, MasterWeights
+from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights, UnevenInputs
+from gradlift.torch.step import grads
 
 OUT = Path()
 CASES: dict[int, list[Any]] = {2: [], 4: []}
@@ -475,6 +484,184 @@ def masters_of_shards() -> None:
     assert isinstance(master, DTensor)
     assert torch.equal(master.full_tensor(), value - 2.0**-11)
     assert torch.equal(low.full_tensor(), (value - 2.0**-11).half())  # type: ignore[attr-defined]
+
+
+def _sharded_with_masters(seed: int) -> tuple[nn.Module, MasterWeights]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(torch.bfloat16)
+    fully_shard(model, mesh=whole_mesh())
+    return model, MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+@case(2)
+def masters_are_in_the_state_dict_of_fsdp2() -> None:
+    """torch.distributed.checkpoint's functions restore weights and masters bit for bit, sharded
+    and whole, and what they write to the model wins over masters made before."""
+
+    def train(model: nn.Module, optimizer: MasterWeights, steps: int) -> None:
+        scaler = GradScaler("cpu", init_scale=8.0)
+        for step in range(steps):
+            optimizer.zero_grad()
+            inputs = torch.linspace(-1, 1, 32).view(8, 4).to(torch.bfloat16) * (step + 1)
+            scaler.scale(model(inputs).float().square().mean()).backward()
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
+
+    for whole in (False, True):
+        options = StateDictOptions(full_state_dict=whole)
+        model, optimizer = _sharded_with_masters(0)
+        train(model, optimizer, 3)
+        weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        kept = copy.deepcopy(weights)  # apart from what was loaded
+        other, loaded = _sharded_with_masters(1)
+        set_state_dict(
+            other, loaded, model_state_dict=weights, optim_state_dict=state, options=options
+        )
+        for _ in range(2):
+            for mine, theirs in zip(
+                [*model.parameters(), *optimizer.masters],
+                [*other.parameters(), *loaded.masters],
+                strict=True,
+            ):
+                assert torch.equal(local(mine), local(theirs))
+            train(model, optimizer, 2)
+            train(other, loaded, 2)
+        fresh, follows = _sharded_with_masters(2)
+        set_model_state_dict(fresh, copy.deepcopy(kept), options=options)
+        for group in follows.param_groups:
+            group["lr"] = 0.0
+        train(fresh, follows, 1)
+        saved, _ = get_state_dict(fresh, follows, options=options)
+        for name, value in kept.items():
+            left, right = (local(t) if isinstance(t, DTensor) else t for t in (saved[name], value))
+            assert torch.equal(left, right), name
+
+
+@case(2)
+def sharded_gradients_after_a_dropped_batch() -> None:
+    """FSDP2 writes gradients itself: cleared ones are unscaled again, added-to ones refused."""
+    model, _ = _sharded_with_masters(0)
+    model.float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    inputs = torch.linspace(-1, 1, 32).view(8, 4)
+
+    def backward() -> None:
+        scaler.scale(model(inputs).square().mean()).backward()
+
+    backward()
+    scaler.unscale_(optimizer)
+    true = [local(p.grad).clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    backward()
+    scaler.unscale_(optimizer)
+    assert all(map(torch.equal, true, [local(p.grad) for p in model.parameters()]))
+    backward()
+    with pytest.raises(RuntimeError, match="partly scaled"):
+        scaler.step(optimizer)
+
+
+# A rank whose inputs run out.
+
+
+def _uneven(
+    batches: tuple[int, int], step: Any, optimizers: int = 1, adaptive: bool = False
+) -> Any:
+    """The scale and the weights after a run in which the ranks have so many batches; ``step`` is
+    called with the scaler, the optimizers and the number of the step."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model = nn.parallel.DistributedDataParallel(bare)
+    made = [torch.optim.SGD(part.parameters(), lr=0.125) for part in bare]
+    if optimizers == 1:
+        made = [torch.optim.SGD(bare.parameters(), lr=0.125)]
+    options: dict[str, Any] = {"process_group": dist.group.WORLD}
+    if adaptive:
+        scaler: Any = AdaptiveGradScaler(model, "cpu", **options)
+    else:
+        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3, **options)
+    with Join([model, UnevenInputs(scaler, *made)]):
+        for number in range(batches[dist.get_rank()]):
+            for optimizer in made:
+                optimizer.zero_grad()
+            scaler.scale(model(torch.full((2, 4), 0.5)).square().mean()).backward()
+            step(scaler, made, number)
+            scaler.update()
+    assert not {"step", "unscale_", "update"} & vars(scaler).keys()
+    found = scaler.get_scale(), [p.tolist() for p in bare.parameters()]
+    assert everyone(found)[0] == everyone(found)[1]
+    return found
+
+
+def _clips(scaler: Any, optimizers: list[Any], number: int) -> None:
+    scaler.step(optimizers[0], max_norm=0.5)
+
+
+def _one_of_two_clips(scaler: Any, optimizers: list[Any], number: int) -> None:
+    scaler.step(optimizers[1], max_norm=0.5)
+    scaler.step(optimizers[0])
+
+
+def _unscales_first(scaler: Any, optimizers: list[Any], number: int) -> None:
+    scaler.unscale_(optimizers[0])
+    scaler.step(optimizers[0], max_norm=0.5)
+
+
+def _changes_its_mind(scaler: Any, optimizers: list[Any], number: int) -> None:
+    (_clips, _unscales_first)[number % 2](scaler, optimizers, number)
+
+
+@case(2)
+def uneven_inputs_are_followed_whatever_is_called() -> None:
+    """A rank without any batch, one with fewer, and both ways round."""
+    ways = {_clips: 1, _one_of_two_clips: 2, _unscales_first: 1, _changes_its_mind: 1}
+    for way, optimizers in ways.items():
+        for batches in ((4, 0), (1, 4), (4, 4)):
+            scale, _ = _uneven(batches, way, optimizers)
+            assert scale == 16.0, (way, batches)
+    _uneven((5, 2), _unscales_first, adaptive=True)
+
+
+@case(2)
+def an_optimizer_that_uneven_inputs_do_not_know_is_refused() -> None:
+    def step(scaler: Any, optimizers: list[Any], number: int) -> None:
+        with pytest.raises(ValueError, match="was not told of this SGD"):
+            scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+        with pytest.raises(ValueError, match=r"closure and max_norm=1\.0"):
+            scaler.step(optimizers[0], lambda: None, max_norm=1.0)
+        scaler.step(optimizers[0])
+
+    _uneven((2, 1), step)
+
+
+# What must be equal.
+
+
+@case(2)
+def a_max_norm_of_its_own_is_refused() -> None:
+    number, or_none = 0.5 + dist.get_rank(), None if on_first() else 1.0
+    for mine, unscales in ((number, False), (number, True), (or_none, False)):
+        (weight,) = plain(2)
+        optimizer, scaler = sgd([weight]), scaler_of(process_group=dist.group.WORLD)
+        if unscales:
+            scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=r"numbers or max_norm .* differs between ranks"):
+            scaler.step(optimizer, max_norm=mine)
+        assert weight.tolist() == [1.0, 1.0]
+
+
+@case(2)
+def what_unscale_found_is_everybodys() -> None:
+    """torch's class reduces the flag of DTensors in unscale_, and whoever asks then sees it."""
+    mesh, value = whole_mesh(), torch.ones(4)
+    for kind in (torch.amp.GradScaler, GradScaler):
+        shard = placed(value, mesh, Shard(0))
+        if on_first(1):
+            local(shard.grad)[0] = math.inf
+        optimizer, scaler = torch.optim.SGD([shard], lr=0.5), scaler_of(kind=kind)
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        assert [float(grads.local(flag)) for flag in found.values()] == [1.0]
 
 
 # torch's defects. Each is shown on torch's class, and mended.

@@ -643,28 +643,46 @@ def damaged():
     def drop(data):
         del data["components"][0]["lost"]
 
-    yield "missing entries", drop
-    yield "unknown entries", change(["extra"], 1)
+    yield "without lost", drop
+    yield r"with \['extra'\] beside", change(["extra"], 1)
     yield "version", change(["version"], 99)
     yield "version", change(["version"], True)
-    yield "unknown format", change(["format"], "float9")
+    yield r"'format'\] must be .* got 'float9'", change(["format"], "float9")
     yield "format", change(["format"], 16)
-    yield "loss is component 7 of 2", change(["loss"], 7)
+    yield r"'loss'\] must be one of 2 components, got 7", change(["loss"], 7)
     yield "components", change(["components"], {})
-    yield "component 1: expected a dict", change(["components", 1], None)
-    yield "component 1: exponent", change(["components", 1, "exponent"], 2.5)
-    yield "component 1: exponent", change(["components", 1, "exponent"], 400)
-    yield "component 0: interval", change(["components", 0, "interval"], [1])
-    yield "component 0: interval", change(["components", 0, "interval"], [1, "2"])
-    yield "component 0: lost", change(["components", 0, "lost"], -0.5)
-    yield "component 0: zeros", change(["components", 0, "zeros"], math.nan)
-    yield "component 0: dead", change(["components", 0, "dead"], -1)
-    yield "component 0: excess", change(["components", 0, "excess"], math.inf)
-    yield "component 0: modules", change(["components", 0, "modules"], [3])
-    yield "active cut 0: shift", change(["active", 0, "shift"], 1)
-    yield "active cut 0: shift", change(["components", 0, "exponent"], 3)
-    yield "active cut 0: component 5 of 2", change(["active", 0, "upstream"], 5)
-    yield "active cut 0: name", change(["active", 0, "name"], None)
+    yield r"'components'\]\[1\] must be a dict, got None", change(["components", 1], None)
+    yield (
+        r"'components'\]\[1\]\['exponent'\] must be a whole number",
+        change(["components", 1, "exponent"], 2.5),
+    )
+    yield (
+        r"'components'\]\[1\]\['exponent'\] must be a whole number",
+        change(["components", 1, "exponent"], 400),
+    )
+    yield r"\[0\]\['interval'\] must be a list of 2", change(["components", 0, "interval"], [1])
+    yield (
+        r"\[0\]\['interval'\]\[1\] must be a whole number",
+        change(["components", 0, "interval"], [1, "2"]),
+    )
+    yield r"'components'\]\[0\]\['lost'\]", change(["components", 0, "lost"], -0.5)
+    yield r"'components'\]\[0\]\['zeros'\]", change(["components", 0, "zeros"], math.nan)
+    yield r"'components'\]\[0\]\['dead'\]", change(["components", 0, "dead"], -1)
+    yield r"'components'\]\[0\]\['excess'\]", change(["components", 0, "excess"], math.inf)
+    yield r"'components'\]\[0\]\['modules'\]", change(["components", 0, "modules"], [3])
+    yield r"'active'\]\[0\]\['shift'\] must be the difference", change(["active", 0, "shift"], 1)
+    yield (
+        r"'active'\]\[0\]\['shift'\] must be the difference",
+        change(["components", 0, "exponent"], 3),
+    )
+    yield (
+        r"\[0\]\['upstream'\] must be one of 2 components, got 5",
+        change(["active", 0, "upstream"], 5),
+    )
+    yield (
+        r"'active'\]\[0\]\['name'\] must be a string, got None",
+        change(["active", 0, "name"], None),
+    )
     yield "reasons", change(["reasons"], [None])
 
 
@@ -678,5 +696,5 @@ def test_a_damaged_plan_is_refused(words, damage):
 
 
 def test_what_is_no_plan_at_all_is_refused():
-    with pytest.raises(ValueError, match="expected a dict, got \\[\\]"):
+    with pytest.raises(ValueError, match=r"plan must be a dict, got \[\]"):
         Plan.from_dict([])  # type: ignore

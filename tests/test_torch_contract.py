@@ -880,6 +880,14 @@ def test_unscale_grads_can_be_called_and_returns_found_inf_per_device(cls: type[
     assert {str(d): v.item() for d, v in found.items()} == {"cpu": 1.0}
 
 
+def test_unscale_grads_can_be_called_before_any_loss_was_scaled(cls: type[Scaler]) -> None:
+    p = parameter(1.0)
+    p.grad = torch.tensor([4.0])
+    found = cls("cpu")._unscale_grads_(sgd(p), torch.tensor(0.5), torch.zeros(()), False)
+    assert {str(d): v.item() for d, v in found.items()} == {"cpu": 0.0}
+    assert p.grad.item() == 2.0
+
+
 def test_an_overridden_unscale_grads_is_used(cls: type[Scaler]) -> None:
     """The usual way round the refusal of fp16 gradients."""
     scaler, p = cls("cpu", init_scale=8.0), parameter(1.0, dtype=torch.float16)

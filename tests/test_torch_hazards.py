@@ -119,7 +119,8 @@ def test_an_optimizer_that_takes_the_scaler_is_not_clipped_in_silence():
     with pytest.raises(ValueError, match="cannot be given max_norm"):
         scaler.step(optimizer, max_norm=1.0)
     p.grad[0] = math.nan
-    scaler.step(optimizer)
+    with pytest.warns(FutureWarning, match=r"step\(grad_scaler=\.\.\.\).*self.found_inf"):
+        scaler.step(optimizer)
     assert bool(scaler.last_step_skipped)
     assert p.item() == 1.0
 

@@ -21,6 +21,7 @@ the accelerator, and these methods of that one accelerator and its optimizers ar
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
@@ -100,6 +101,7 @@ class PreparedScaler:
         self._joint = JointUpdate()
         self._overrides = Overrides()
         self._owners: list[Any] | None = None
+        self._built_for: list[weakref.ref[Any]] = []
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._before_save),
             accelerator.register_load_state_pre_hook(self._after_load),
@@ -114,9 +116,10 @@ class PreparedScaler:
         return self._build() if self._scaler is None else self._scaler
 
     def _build(self) -> GradScaler:
-        accelerator = self._accelerator
-        models = [accelerator.unwrap_model(m, keep_torch_compile=False) for m in self._models()]
+        accelerator, models = self._accelerator, self._bare_models()
+        source.check_is_for(self._source, models)
         scaler = source.build(self._source, source.whole(models), accelerator.device.type)
+        self._built_for = [weakref.ref(model) for model in models]
         source.join_ranks(scaler)
         self._overrides.set(accelerator, "scaler", scaler)
         for optimizer in accelerator._optimizers:
@@ -172,11 +175,30 @@ class PreparedScaler:
     def _models(self) -> list[Any]:
         return self._accelerator._models
 
+    def _bare_models(self) -> list[Any]:
+        unwrap = self._accelerator.unwrap_model
+        return [unwrap(model, keep_torch_compile=False) for model in self._models()]
+
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
-        if self._models() and self._scaler is None:
+        models = self._bare_models()
+        if models and self._scaler is not None:
+            self._meet(models)
+        if models and self._scaler is None:
             self._build()
         return prepared
+
+    def _meet(self, models: list[Any]) -> None:
+        """Models were prepared, perhaps others than the scaler was made for."""
+        assert self._scaler is not None
+        source.check_is_for(self._source, models)
+        known = [ref() for ref in self._built_for]
+        gone = not any(model is old for model in models for old in known)
+        if known and gone and not isinstance(self._source, GradScaler):
+            self._joint.forget()
+            self._scaler = None  # free_memory() has let the first ones go
+        else:
+            source.check_knows_all(self._source, self._scaler, models)
 
     def _prepare_optimizer(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = prepare(*args, **kwargs)

@@ -67,6 +67,8 @@ class _Scaling:
         self._joint = JointUpdate()
         self._overrides = Overrides()
         self._schedulers: dict[int, _Follower] = {}
+        # Whether the batch had no loss, so that there was no step to follow.
+        self._has_no_loss = False
 
     @property
     def scaler(self) -> GradScaler:
@@ -87,7 +89,13 @@ class _Scaling:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         if not any(known is module for known in self._modules):
+            if self._in_trainer:  # which trains one model at a time, and comes with another now
+                self._modules, self._scaler = [], None
+                self._joint.forget()
             self._modules.append(module)
+            source.check_is_for(self._source, self._modules)
+            if self._scaler is not None:
+                source.check_knows_all(self._source, self._scaler, self._modules)
         return self._kin().convert_module(self, module)
 
     def connect(
@@ -127,7 +135,7 @@ class _Scaling:
             follower = self._schedulers.get(id(scheduler))
             if follower is None:
                 inner(scheduler, metric)
-            else:
+            elif not self._has_no_loss:
                 self.scaler.step_scheduler(follower, metric)
 
         self._overrides.undo()
@@ -166,7 +174,7 @@ class _Scaling:
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
     ) -> None:
-        if clip_val > 0:
+        if clip_val > 0 and not self._has_no_loss:
             self.unscale_gradients(optimizer)
             trainer_plugins.Precision.clip_gradients(
                 self,  # type: ignore[arg-type]
@@ -199,7 +207,8 @@ class _Scaling:
         if isinstance(optimizer, LBFGS):
             return self._step_evaluating(optimizer, model, closure, kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:
+        self._has_no_loss = result is None and model.automatic_optimization
+        if self._has_no_loss:
             self._after_closure(model, optimizer)  # type: ignore[attr-defined]
             return result
         self.unscale_gradients(optimizer)

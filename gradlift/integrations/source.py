@@ -73,10 +73,41 @@ def join_ranks(scaler: GradScaler) -> None:
 
 
 def unscale_once_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """``unscale_``, unless it has been done since the last ``update``: two clip calls in one step
-    are no mistake."""
-    if for_trainers.stage(scaler, optimizer) is not OptState.UNSCALED:
+    """``unscale_``, unless it has been done since the last backward pass: two clip calls in one
+    step are no mistake."""
+    if for_trainers.stage_now(scaler, optimizer) is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
+
+
+def is_for(scaler: GradScaler, modules: list[nn.Module]) -> bool:
+    """Whether the scaler belongs to no model, or to one that shares a part with ``modules``."""
+    model = for_trainers.model_of(scaler)
+    if model is None or not modules:
+        return True
+    own = {id(part) for part in model.modules()}
+    return any(id(part) in own for module in modules for part in module.modules())
+
+
+def check_is_for(source: ScalerSource, modules: list[nn.Module]) -> None:
+    """Refuse a ready scaler that was made for another model."""
+    if isinstance(source, GradScaler) and not is_for(source, modules):
+        raise ValueError(
+            f"the {type(source).__name__} was made for another model than the "
+            f"{type(modules[-1]).__name__} to be trained now: give a function that makes one, such "
+            "as AdaptiveGradScaler or lambda model: GradScaler(model=model), or a scaler made for "
+            "this model"
+        )
+
+
+def check_knows_all(source: ScalerSource, scaler: GradScaler, modules: list[nn.Module]) -> None:
+    """Refuse a model that comes beside others after a function has made the scaler for those."""
+    made = callable(source) and not isinstance(source, (GradScaler, Static, Dynamic))
+    if made and not is_for(scaler, modules[-1:]):
+        raise RuntimeError(
+            "the scaler was made by a function of the models that were there at its first use, "
+            f"and the {type(modules[-1]).__name__} is none of them: set all models up before the "
+            "first backward pass"
+        )
 
 
 def whole(modules: list[nn.Module]) -> nn.Module | None:

@@ -22,22 +22,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlift import schema
 from gradlift.formats import Format, get
+from gradlift.plan import saved
 from gradlift.plan.forecast import growth, predict
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph
-from gradlift.zhao2019 import Moments, Passage, Zhao2019, check_same, name_of, resolve
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Graph
+from gradlift.zhao2019 import Passage, Zhao2019, check_same, name_of, resolve
 
 DEFAULT_INTERVAL = 200
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
 # before the exponent rises. One batch may have gradients far smaller than the next.
-PATIENCE = 64
+PATIENCE = saved.PATIENCE
 # Probes in a row that may find something out of sight before it is left for the next turn.
 MOST_IN_A_ROW = 12
 # Probes whose largest gradients are remembered for the forecast.
-REMEMBERED = 6
+REMEMBERED = saved.REMEMBERED
+
+ADVICE = "the state is damaged: load another checkpoint, or none, and the plan is found anew"
 
 
 @dataclass(frozen=True)
@@ -78,16 +82,7 @@ class Survey:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Survey:
         """What ``to_dict`` wrote; a damaged one raises a ``ValueError``."""
-        try:
-            histograms = tuple(
-                h and Histogram(**{**h, "counts": tuple((at, n) for at, n in h["counts"])})
-                for h in data["histograms"]
-            )
-            passages = tuple(map(_passage_from_dict, data.get("passages", ())))
-            graph = _graph_from_dict(data["graph"])
-            return cls(graph, histograms, dict(data["owners"]), passages)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"a survey in the state is damaged: {error!r}") from error
+        return cls(**schema.read(saved.SURVEY, data, "survey", ADVICE))
 
 
 class Pilot:
@@ -312,28 +307,20 @@ class Pilot:
     def load(self, data: Mapping[str, Any]) -> None:
         """Goes on from what ``to_dict`` wrote.
 
-        A damaged state, and one of another rule, raises a ``ValueError``.
+        A damaged state, and one of another rule or format, raises a ``ValueError`` and changes
+        nothing.
         """
+        read = schema.read(saved.PILOT, data, "pilot", ADVICE)
         self.check(data)
-        try:
-            plan = data["plan"] and Plan.from_dict(data["plan"])
-            graph = data["graph"] and _graph_from_dict(data["graph"])
-            owners = {str(name): int(i) for name, i in data["owners"].items()}
-            offsets = {str(key): int(offset) for key, offset in data["offsets"].items()}
-            limit, in_a_row = int(data["limit"]), int(data["in_a_row"])
-            next_probe = int(data["next_probe"])
-            history = [None if p is None else int(p) for p in data["history"]]
-            shifts = [(int(at), int(by)) for at, by in data["shifts"]]
-            peaks = {
-                str(key): [(int(at), None if p is None else int(p)) for at, p in rows]
-                for key, rows in data["peaks"].items()
-            }
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the adaptive scaler is damaged: {error!r}") from error
-        self.plan, self._limit, self._in_a_row = plan, limit, in_a_row
-        self.next_probe, self._history, self._shifts = next_probe, history, shifts
-        self._peaks, self._graph, self._owners = peaks, graph, owners
-        self._offsets = offsets
+        self.follow(read)
+
+    def follow(self, read: Mapping[str, Any]) -> None:
+        """Goes on from a state that ``saved.PILOT`` has read."""
+        self.plan, self._limit = read["plan"], read["limit"]
+        self._in_a_row, self.next_probe = read["in_a_row"], read["next_probe"]
+        self._history, self._shifts = list(read["history"]), list(read["shifts"])
+        self._peaks, self._offsets = dict(read["peaks"]), dict(read["offsets"])
+        self._graph, self._owners = read["graph"], dict(read["owners"])
 
     def check(self, data: Any) -> None:
         """Refuses a state of another rule, or of another format: its exponents would not fit.
@@ -343,11 +330,11 @@ class Pilot:
         if not isinstance(data, Mapping):
             return
         check_same(data.get("rule", "range"), self.rule)
-        own, saved = self.format.name, data.get("format", self.format.name)
-        if saved != own:
+        own, theirs = self.format.name, data.get("format", self.format.name)
+        if theirs != own:
             raise ValueError(
-                f"the state was saved with format={saved!r} and this scaler has format={own!r}: "
-                f"make the scaler with format={saved!r}, or leave its state out"
+                f"the state was saved with format={theirs!r} and this scaler has format={own!r}: "
+                f"make the scaler with format={theirs!r}, or leave its state out"
             )
 
 
@@ -360,13 +347,3 @@ def _depths(graph: Graph) -> dict[int, int]:
                 depths[cut.upstream] = depths[here] + 1
                 reached.append(cut.upstream)
     return depths
-
-
-def _graph_from_dict(data: Mapping[str, Any]) -> Graph:
-    components = (Component(**{**c, "modules": tuple(c["modules"])}) for c in data["components"])
-    return Graph(tuple(components), tuple(Cut(**cut) for cut in data["cuts"]), data["loss"])
-
-
-def _passage_from_dict(data: Mapping[str, Any]) -> Passage:
-    found = {key: data[key] and Moments(**data[key]) for key in ("gradient", "weight")}
-    return Passage(**{**data, **found})

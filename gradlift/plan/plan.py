@@ -7,15 +7,15 @@ entry: a damaged plan would give wrong gradients, not an error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import NoneType
 from typing import Any
 
-from gradlift.formats import Format, get
+from gradlift import schema
+from gradlift.formats import FORMATS, Format, get
 from gradlift.plan.bounds import ANY
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph, Interval
+from gradlift.schema import Mismatch
 
 VERSION = 2
 
@@ -186,76 +186,79 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Any) -> Plan:
         """The plan that ``to_dict`` wrote; a damaged one raises a ``ValueError``."""
-        top = _entries(data, "plan", version=int, format=str, loss=int, components=list,
-                       active=list, reasons=list)  # fmt: skip
-        if top["version"] != VERSION:
-            raise ValueError(f"plan: version {top['version']!r} is unknown; this is {VERSION}")
-        components = tuple(_planned(c, i) for i, c in enumerate(top["components"]))
-        if not 0 <= top["loss"] < len(components):
-            raise ValueError(f"plan: loss is component {top['loss']} of {len(components)}")
-        exponents = [c.exponent for c in components]
-        active = tuple(_active(cut, i, exponents) for i, cut in enumerate(top["active"]))
-        reasons = _strings(top["reasons"], "plan: reasons")
-        return cls(get(top["format"]).name, top["loss"], components, active, reasons)
+        return schema.read(PLAN, data, "plan", _ADVICE)
 
 
-def _entries(data: Any, where: str, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
-    """The entries of a dict, each there and of its kind, and no others."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: expected a dict, got {data!r}")
-    if set(data) != set(kinds):
-        missing, unknown = sorted(set(kinds) - set(data)), sorted(map(str, set(data) - set(kinds)))
-        raise ValueError(f"{where}: missing entries {missing}, unknown entries {unknown}")
-    for key, kind in kinds.items():
-        value = data[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{where}: {key} cannot be {value!r}")
-    return dict(data)
+# What a saved plan must be.
+
+_ADVICE = (
+    "the plan is damaged: take it from another checkpoint, or leave it out and it is found anew"
+)
+
+INDEX = schema.whole(0)
+FRACTION = schema.number(0.0, 1.0)
+NAMES = schema.list_of(schema.text, make=tuple)
 
 
-def _strings(values: list[Any], where: str) -> tuple[str, ...]:
-    for value in values:
-        if not isinstance(value, str):
-            raise ValueError(f"{where} must be strings, got {value!r}")
-    return tuple(values)
+def _fits_together(
+    format: str,
+    loss: int,
+    components: tuple[Planned, ...],
+    active: tuple[ActiveCut, ...],
+    reasons: tuple[str, ...],
+) -> Plan:
+    if loss >= len(components):
+        raise Mismatch(f"one of {len(components)} components", loss, "loss")
+    exponents = [c.exponent for c in components]
+    for place, exponent in enumerate(exponents):
+        if abs(exponent - exponents[loss]) > MAX_EXPONENT - MIN_EXPONENT:
+            wanted = f"within {MAX_EXPONENT - MIN_EXPONENT} of the loss's, {exponents[loss]}"
+            raise Mismatch(wanted, exponent, "components", place, "exponent")
+    for place, cut in enumerate(active):
+        for side in ("downstream", "upstream"):
+            if getattr(cut, side) >= len(components):
+                wanted = f"one of {len(components)} components"
+                raise Mismatch(wanted, getattr(cut, side), "active", place, side)
+        shift = exponents[cut.upstream] - exponents[cut.downstream]
+        if cut.shift == 0 or cut.shift != shift:
+            wanted = f"the difference of its components' exponents, {shift}, and not 0"
+            raise Mismatch(wanted, cut.shift, "active", place, "shift")
+    return Plan(format, loss, components, active, reasons)
 
 
-def _planned(data: Any, index: int) -> Planned:
-    where = f"plan: component {index}"
-    c = _entries(data, where, modules=list, exponent=int, interval=list, lost=float,
-                 zeros=(float, NoneType), dead=int, excess=float, reserved=int)  # fmt: skip
-    bounds = c["interval"]
-    if len(bounds) != 2 or not all(type(b) is int for b in bounds):
-        raise ValueError(f"{where}: interval must be two whole numbers, got {bounds!r}")
-    if c["exponent"] not in _SHIFTED:
-        raise ValueError(f"{where}: exponent {c['exponent']} is none that a plan can have")
-    for key in ("lost", "zeros"):
-        if c[key] is not None and not 0.0 <= c[key] <= 1.0:
-            raise ValueError(f"{where}: {key} must lie between 0 and 1, got {c[key]!r}")
-    for key in ("dead", "excess", "reserved"):
-        if not 0 <= c[key] < math.inf:
-            raise ValueError(f"{where}: {key} must not be negative, got {c[key]!r}")
-    modules = _strings(c["modules"], f"{where}: modules")
-    interval = Interval(*bounds)
-    return Planned(**{**c, "modules": modules, "interval": interval})
-
-
-def _active(data: Any, index: int, exponents: Sequence[int]) -> ActiveCut:
-    where = f"plan: active cut {index}"
-    cut = ActiveCut(
-        **_entries(data, where, name=str, downstream=int, upstream=int, shift=int, why=str)
+_PLANNED = schema.record(
+    make=Planned,
+    modules=NAMES,
+    exponent=schema.whole(_SHIFTED.low, _SHIFTED.high),
+    interval=schema.row(
+        schema.whole(-1000, 1000), schema.whole(-1000, 1000), make=lambda ends: Interval(*ends)
+    ),
+    lost=FRACTION,
+    zeros=schema.optional(FRACTION),
+    dead=schema.whole(0),
+    excess=schema.number(0.0, 1000.0),
+    reserved=schema.whole(0, 1000),
+)
+_ACTIVE = schema.record(
+    make=ActiveCut,
+    name=schema.text,
+    downstream=INDEX,
+    upstream=INDEX,
+    shift=schema.whole(MIN_EXPONENT - MAX_EXPONENT, MAX_EXPONENT - MIN_EXPONENT),
+    why=schema.text,
+)
+PLAN = schema.versioned(
+    v2=schema.record(
+        make=_fits_together,
+        format=schema.one_of(*FORMATS),
+        loss=INDEX,
+        components=schema.list_of(_PLANNED, least=1, make=tuple),
+        active=schema.list_of(_ACTIVE, make=tuple),
+        reasons=NAMES,
     )
-    for side in (cut.downstream, cut.upstream):
-        if not 0 <= side < len(exponents):
-            raise ValueError(f"{where}: component {side} of {len(exponents)}")
-    if cut.shift == 0 or cut.shift != exponents[cut.upstream] - exponents[cut.downstream]:
-        raise ValueError(
-            f"{where}: shift {cut.shift} between exponents {exponents[cut.downstream]} and "
-            f"{exponents[cut.upstream]}"
-        )
-    return cut
+)
 
 
 def active_cuts(

@@ -16,6 +16,7 @@ On an overflow the device lowers the scale at once, without asking the pilot.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -34,6 +35,7 @@ from gradlift.torch.adaptive import emulate as emulation
 from gradlift.torch.adaptive.adaptive_state import STATE_KEY
 from gradlift.torch.adaptive.controller import DELAY, Controller
 from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.model_identity import is_same
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.scaler import GradScaler
@@ -43,6 +45,11 @@ from gradlift.zhao2019 import Zhao2019
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
 # overflows again is lost, and a probe brings the scale back a few steps later.
 BACKOFF = 2.0**-4
+
+ANOTHER_MODEL = (
+    "gradlift: the state was saved with another model: its modules, or the shapes of its "
+    "parameters, differ. The scale is kept, and the plan is found anew in the next steps"
+)
 
 
 class AdaptiveGradScaler(GradScaler):
@@ -279,7 +286,9 @@ class AdaptiveGradScaler(GradScaler):
         """Go on from a state of this class, of ``GradScaler`` or of torch's scaler.
 
         Of the latter two only the scale is taken, and the first step looks for a plan; numbers
-        by which they grow and back off are not the adaptive scaler's.
+        by which they grow and back off are not the adaptive scaler's. So it is with the state of
+        another model, which a warning tells. A damaged state is refused with a ``ValueError`` and
+        changes nothing.
         """
         if not self._enabled:
             return
@@ -292,10 +301,18 @@ class AdaptiveGradScaler(GradScaler):
             return
         saved = adaptive_state.read(state_dict[STATE_KEY])
         controller = self._controller
-        copy.copy(controller.pilot).load(saved.pilot)
         checkpoint.read(rest, self.policy)
+        if saved.model is not None and not is_same(saved.model, controller.engine.model):
+            warnings.warn(ANOTHER_MODEL, stacklevel=2)
+            self._load_scale(rest)
+            return
+        copy.copy(controller.pilot).load(saved.pilot)
         # The last that may refuse: names that the model does not have.
-        controller.engine.pin(saved.pins)
+        try:
+            controller.engine.pin(saved.pins)
+        except ValueError as error:
+            where = f"{adaptive_state.NAME}['pins'] must be modules of this model"
+            raise ValueError(f"{where}: {error}; {adaptive_state.ADVICE}") from None
         super().load_state_dict(rest)
         controller.load(saved)
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from gradlift import schema
 from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, Policy
+from gradlift.schema import Mismatch, Since
+from gradlift.torch.step.after_step import DELAY
 
-TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 OWN_KEY = "gradlift"
 # What an adaptive scaler adds, see ``adaptive_state.py``.
 ADAPTIVE_KEY = "gradlift_adaptive"
 VERSION = 1
 
-# The policy's numbers that torch has no key for, and the counters beside them.
+# The policy's numbers that torch has no key for.
 BOUNDS = ("hysteresis", "consecutive_hysteresis", "min_scale", "max_scale")
-COUNTERS = ("hysteresis_tracker", "skipped_steps", "scheduler_flags")
 
 
 class Loaded(NamedTuple):
@@ -51,34 +52,26 @@ def read(state: Any, policy: Policy) -> Loaded:
     A ``Static`` policy stays what it is and takes the scale alone; a ``Dynamic`` one takes the
     state's numbers, as torch's class does, unless they are a ``Static``'s.
     """
-    if not isinstance(state, dict):
-        raise ValueError(f"state_dict must be a dict, got {type(state).__name__}")
-    _check_keys(state, TORCH_KEYS, (OWN_KEY,), "state_dict")
-    scale = _number(state, "scale", SMALLEST_SCALE, LARGEST_SCALE)
-    growth = _number(state, "growth_factor", 1.0, LARGEST_SCALE)
-    backoff = _number(state, "backoff_factor", SMALLEST_SCALE, 1.0)
-    interval = _whole(state, "growth_interval", 1)
-    tracker = _whole(state, "_growth_tracker", 0)
-    if (growth == 1.0) != (backoff == 1.0):
-        raise ValueError(
-            f"state_dict['growth_factor'] = {growth!r} and ['backoff_factor'] = {backoff!r} do not "
-            "belong together: both are 1.0 for a static scale, neither is for a dynamic one"
-        )
-    own = _read_own(state.get(OWN_KEY, {}))
-    if isinstance(policy, Dynamic) and growth > 1.0:
-        numbers = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
-        numbers.update({name: own[name] for name in BOUNDS if name in own})
-        policy = _with(policy, numbers, scale)
-    elif isinstance(policy, Dynamic):
-        policy = _with(policy, {}, scale)
+    found = schema.read(_state, state, "state_dict", _ADVICE)
+    own = found[OWN_KEY]
+    if isinstance(policy, Dynamic):
+        # A Static's factors are no Dynamic's.
+        numbers = {} if found["growth_factor"] == 1.0 else _numbers(found)
+        policy = _with(policy, numbers, found["scale"])
     return Loaded(
         policy,
-        scale,
-        tracker,
+        found["scale"],
+        found["_growth_tracker"],
         own.get("hysteresis_tracker", policy.hysteresis),
         own.get("skipped_steps", 0),
         own.get("scheduler_flags", []),
     )
+
+
+def _numbers(found: dict[str, Any]) -> dict[str, Any]:
+    own = found[OWN_KEY]
+    torchs = {name: found[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
+    return {**torchs, **{name: own[name] for name in BOUNDS if name in own}}
 
 
 def _with(policy: Dynamic, numbers: dict[str, Any], scale: float) -> Dynamic:
@@ -90,60 +83,64 @@ def _with(policy: Dynamic, numbers: dict[str, Any], scale: float) -> Dynamic:
     return replace(policy, init_scale=start, min_scale=low, max_scale=high, **numbers)
 
 
-def _read_own(own: Any) -> dict[str, Any]:
-    where = f"state_dict[{OWN_KEY!r}]"
-    if not isinstance(own, dict):
-        raise ValueError(f"{where} must be a dict, got {own!r}")
-    if not own:
-        return {}
-    if own.get("version") != VERSION:
-        raise ValueError(
-            f"{where} has version {own.get('version')!r}; this gradlift reads version {VERSION}: "
-            "load it with the gradlift that wrote it or a newer one, or drop this key to start "
-            "from torch's five"
-        )
-    _check_keys(own, ("version", *BOUNDS, *COUNTERS), (), where)
-    for name in ("min_scale", "max_scale"):
-        _number(own, name, SMALLEST_SCALE, LARGEST_SCALE, where)
-    _whole(own, "hysteresis", 1, where)
-    _whole(own, "hysteresis_tracker", 0, where)
-    _whole(own, "skipped_steps", 0, where)
-    if not isinstance(own["consecutive_hysteresis"], bool):
-        raise ValueError(f"{where}['consecutive_hysteresis'] must be True or False, got {own!r}")
-    flags = own["scheduler_flags"]
-    flags_ok = isinstance(flags, list) and all(
-        isinstance(row, list) and all(isinstance(flag, bool) for flag in row) for row in flags
-    )
-    if not flags_ok:
-        raise ValueError(f"{where}['scheduler_flags'] must be lists of bools, got {flags!r}")
+# What a state must be.
+
+_ADVICE = (
+    "nothing has been changed: load another checkpoint, or none, and the scale starts at init_scale"
+)
+_SCALE = schema.number(SMALLEST_SCALE, LARGEST_SCALE)
+_COUNT = schema.whole(0, 2**31 - 1)
+
+
+def _own(**own: Any) -> dict[str, Any]:
+    if own["min_scale"] > own["max_scale"]:
+        wanted = f"at most max_scale, {own['max_scale']!r}"
+        raise Mismatch(wanted, own["min_scale"], "min_scale")
+    if own["hysteresis_tracker"] > own["hysteresis"]:
+        wanted = f"at most hysteresis, {own['hysteresis']}"
+        raise Mismatch(wanted, own["hysteresis_tracker"], "hysteresis_tracker")
     return own
 
 
-def _check_keys(state: dict, needed: tuple, optional: tuple, where: str) -> None:
-    missing = [key for key in needed if key not in state]
-    if missing:
-        raise ValueError(f"{where} lacks {missing}; it must have {list(needed)}")
-    foreign = [key for key in state if key not in needed and key not in optional]
-    if foreign:
-        advice = ""
-        if ADAPTIVE_KEY in foreign:
-            advice = "; it is an AdaptiveGradScaler's: load it into one, or update() with its scale"
-        raise ValueError(f"{where} has keys that this scaler does not know: {foreign}{advice}")
+_OWN = schema.versioned(
+    v1=schema.record(
+        make=_own,
+        hysteresis=schema.whole(1, 2**31 - 1),
+        consecutive_hysteresis=schema.flag,
+        min_scale=_SCALE,
+        max_scale=_SCALE,
+        hysteresis_tracker=_COUNT,
+        skipped_steps=_COUNT,
+        scheduler_flags=schema.list_of(schema.list_of(schema.flag, most=DELAY)),
+    )
+)
 
 
-def _number(state: dict, key: str, low: float, high: float, where: str = "state_dict") -> float:
-    value = state[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(
-            f"{where}[{key!r}] must be a number from {low:g} to {high:g}, got {value!r}"
+def _whole_state(**state: Any) -> dict[str, Any]:
+    growth, backoff = state["growth_factor"], state["backoff_factor"]
+    if (growth == 1.0) != (backoff == 1.0):
+        wanted = f"1.0 if growth_factor, {growth!r}, is (a static scale), and below 1 otherwise"
+        raise Mismatch(wanted, backoff, "backoff_factor")
+    return state
+
+
+_STATE = schema.record(
+    make=_whole_state,
+    scale=_SCALE,
+    growth_factor=schema.number(1.0, LARGEST_SCALE),
+    backoff_factor=schema.number(SMALLEST_SCALE, 1.0),
+    growth_interval=schema.whole(1, 2**31 - 1),
+    _growth_tracker=_COUNT,
+    # torch's class has no such entry.
+    **{OWN_KEY: Since(_OWN, {})},
+)
+
+
+def _state(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict) and ADAPTIVE_KEY in value:
+        wanted = (
+            "a GradScaler's; this one is an AdaptiveGradScaler's: load it into one, or update() "
+            "with its scale"
         )
-    return float(value)
-
-
-def _whole(state: dict, key: str, low: int, where: str = "state_dict") -> int:
-    value = state[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
-        raise ValueError(
-            f"{where}[{key!r}] must be a whole number from {low} to 2**31 - 1, got {value!r}"
-        )
-    return value
+        raise Mismatch(wanted, schema.Odd(f"one with {ADAPTIVE_KEY!r}"))
+    return _STATE(value)

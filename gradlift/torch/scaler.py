@@ -33,7 +33,7 @@ from torch.amp.grad_scaler import OptState
 from gradlift.policy import Dynamic, Policy
 from gradlift.torch import checkpoint, settings
 from gradlift.torch.ranks.agreement import Agreement
-from gradlift.torch.step import after_step, closures, grads, ways
+from gradlift.torch.step import after_step, closures, grads, later_backward, ways
 from gradlift.torch.step.alarms import Alarms
 from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.device_scale import DeviceScale
@@ -203,6 +203,12 @@ class GradScaler(torch.amp.GradScaler):
         self._check.found(known)
         return known.entry["found_inf_per_device"]
 
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        known = self._steps.of(optimizer)
+        if known.exchange is not None:
+            self._check.found(known)
+        return known.entry["found_inf_per_device"]
+
     # What it was given.
 
     @property
@@ -246,6 +252,9 @@ class GradScaler(torch.amp.GradScaler):
             if scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
                 scale = self._device_scale.require("scale").scale
+            compiling = torch.compiler.is_compiling()
+            if self._steps.entries and not (compiling or self._losses.in_closure):
+                later_backward.note(self._check)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
         if isinstance(outputs, abc.Iterable):
@@ -266,6 +275,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._check.ready(optimizer, "unscale_")
         known = self._steps.of(optimizer)
+        if known.watch is not None:
+            later_backward.refresh(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -276,6 +287,8 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16 = self._allow_fp16_grads
         self._check.run(optimizer, known, inv_scale, allow_fp16, self._unscale_grads_)
         known.entry["stage"] = OptState.UNSCALED
+        if not torch.compiler.is_compiling():
+            known.optimizer = weakref.ref(optimizer)
 
     # Step.
 
@@ -310,6 +323,8 @@ class GradScaler(torch.amp.GradScaler):
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._check.ready(optimizer, "step")
         known = self._steps.of(optimizer)
+        if known.watch is not None:
+            later_backward.refresh(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is None:

@@ -3,7 +3,8 @@
 Under ``torch.distributed.algorithms.join.Join`` such a rank answers the collectives of the ranks
 that still train. The scaler has one too, and its scale grows with the number of steps: a rank that
 stood still would come back with another scale than the rest, and gradients averaged over both
-would be wrong on every rank. So here it takes an empty step, and follows the others' scale::
+would be wrong on every rank. So here it takes an empty step, repeats what the others call on their
+scaler, and follows their scale::
 
     with Join([model, UnevenInputs(scaler, optimizer)]):
         for batch in batches:
@@ -16,6 +17,9 @@ optimizer and its schedulers are what they were.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from gradlift.torch import for_trainers
 from gradlift.torch.scaler import GradScaler
+from gradlift.torch.step import closures, grads
 
 
 class UnevenInputs(Joinable):
@@ -30,7 +35,8 @@ class UnevenInputs(Joinable):
 
     Args:
         scaler: one with ``process_group=``, the group of the model.
-        *optimizers: in the order in which they step; ``update()`` comes after the last.
+        *optimizers: all that step with the scaler, in one order on all ranks. There is one
+            ``update()`` to each forward pass of the model.
     """
 
     def __init__(self, scaler: GradScaler, *optimizers: torch.optim.Optimizer) -> None:
@@ -41,7 +47,7 @@ class UnevenInputs(Joinable):
                 f"{type(scaler).__module__}.{type(scaler).__name__}"
             )
         if not optimizers:
-            raise ValueError("name the optimizers that step with this scaler, in their order")
+            raise ValueError("name the optimizers that step with this scaler")
         for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise ValueError(
@@ -55,35 +61,141 @@ class UnevenInputs(Joinable):
             )
         self._scaler = scaler
         self._optimizers = optimizers
+        self._calls = _Calls(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _EmptySteps(self._scaler, self._optimizers, self.join_device)
+        self._calls.begin()
+        return _EmptySteps(self._scaler, self._optimizers, self._calls)
 
     @property
     def join_device(self) -> torch.device:
-        return self._optimizers[0].param_groups[0]["params"][0].device
+        return grads.local(self._optimizers[0].param_groups[0]["params"][0].detach()).device
 
     @property
     def join_process_group(self) -> Any:
         return for_trainers.process_group(self._scaler)
 
 
+UNSCALE, STEP, UPDATE = range(1, 4)
+_KINDS = {"unscale_": UNSCALE, "step": STEP, "update": UPDATE}
+
+
+class _Calls:
+    """What the ranks that train call on their scaler, told to those that do not.
+
+    A rank without a batch has to send what the others send and cannot know it: which optimizers
+    step, in which order, which are unscaled first, what they are clipped to. So, as long as the
+    ``Join`` lasts, each such call begins with three numbers to all ranks. The methods are those of
+    this one scaler.
+    """
+
+    def __init__(self, inputs: UnevenInputs) -> None:
+        self._inputs = weakref.ref(inputs)
+        self._scaler = inputs._scaler
+        self._optimizers = inputs._optimizers
+        # Inside a call that was told, or on a rank that only repeats what it was told.
+        self._is_told = False
+
+    def begin(self) -> None:
+        """Tell of every call from now on."""
+        self.end()  # a Join that was left by an error
+        for name in _KINDS:
+            vars(self._scaler)[name] = self._telling(name)
+
+    def end(self) -> None:
+        """Leave the scaler as it was."""
+        for name in _KINDS:
+            vars(self._scaler).pop(name, None)
+
+    def _telling(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._scaler, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_told or not self._is_joining():
+                return method(*args, **kwargs)
+            if name == "step" and closures.split(args[1:], kwargs)[0] is not None:
+                # Its forward pass comes first, and its gradients are unscaled by a call of its own.
+                _refuse_clipped_closure(kwargs.get("max_norm"))
+                return method(*args, **kwargs)
+            self._tell(name, args, kwargs)
+            with self.told():
+                return method(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Calls in here are known to the others."""
+        self._is_told = True
+        try:
+            yield
+        finally:
+            self._is_told = False
+
+    def _is_joining(self) -> bool:
+        inputs = self._inputs()
+        return inputs is not None and inputs._join_config.enable
+
+    def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = 0
+        if name != "update":
+            optimizer = args[0] if args else kwargs["optimizer"]
+            known = [one is optimizer for one in self._optimizers]
+            if not any(known):
+                raise ValueError(
+                    f"UnevenInputs was not told of this {type(optimizer).__name__}: name all "
+                    "optimizers that step with the scaler, UnevenInputs(scaler, first, second)"
+                )
+            place = known.index(True)
+        self._shared([_KINDS[name], place, kwargs.get("max_norm") or 0.0])
+
+    def hear(self) -> tuple[int, int, float | None]:
+        """The next call of the others: its kind, which optimizer, and ``max_norm``."""
+        kind, place, max_norm = self._shared([0.0, 0.0, 0.0]).tolist()
+        return int(kind), int(place), max_norm or None
+
+    def _shared(self, mine: list[float]) -> torch.Tensor:
+        inputs = self._inputs()
+        assert inputs is not None
+        told = torch.tensor(mine, dtype=torch.float64, device=inputs.join_device)
+        group = inputs.join_process_group
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
+        return told
+
+
+def _refuse_clipped_closure(max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise ValueError(
+            f"step() with a closure and max_norm={max_norm!r} cannot be followed by a rank whose "
+            "inputs have run out: clip inside the closure, or step without one"
+        )
+
+
 class _EmptySteps(JoinHook):
     def __init__(
-        self,
-        scaler: GradScaler,
-        optimizers: tuple[torch.optim.Optimizer, ...],
-        device: torch.device,
+        self, scaler: GradScaler, optimizers: tuple[torch.optim.Optimizer, ...], calls: _Calls
     ) -> None:
         self._scaler = scaler
         self._optimizers = optimizers
-        self._device = device
+        self._calls = calls
 
     def main_hook(self) -> None:
         """One iteration of the others, without a gradient."""
-        scaler = self._scaler
-        scaler.scale(torch.zeros((), device=self._device))
+        scaler, calls = self._scaler, self._calls
+        device = grads.local(self._optimizers[0].param_groups[0]["params"][0].detach()).device
+        scaler.scale(torch.zeros((), device=device))
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-            scaler.step(optimizer, max_norm=for_trainers.last_max_norm(scaler))
-        scaler.update()
+        while True:
+            kind, place, max_norm = calls.hear()
+            with calls.told():
+                if kind == UPDATE:
+                    scaler.update()
+                    return
+                if kind == UNSCALE:
+                    scaler.unscale_(self._optimizers[place])
+                else:
+                    scaler.step(self._optimizers[place], max_norm=max_norm)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._calls.end()

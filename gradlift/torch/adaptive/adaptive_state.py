@@ -3,17 +3,33 @@
 It is one string, of JSON, under a key of its own: torch.distributed.checkpoint takes dicts apart
 and loads what a fresh scaler has too, and a fresh one has no plan. Like ``checkpoint.py``, this
 checks a state whole before anything is changed.
+
+Version 2 names the model (``model_identity.py``). In states of version 1 there is nothing to tell
+another model's by, and they load as they did.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, NamedTuple
 
+from gradlift import schema
+from gradlift.plan import saved as plan_state
+from gradlift.schema import Mismatch, Since, list_of, optional, record
+from gradlift.torch.adaptive.model_identity import IDENTITY
 from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.checkpoint import ADAPTIVE_KEY as STATE_KEY
 
-VERSION = 1
+VERSION = 2
+NAME = f"state_dict[{STATE_KEY!r}]"
+ADVICE = (
+    "nothing has been changed: load another checkpoint, or leave this key out to keep the scale "
+    "and find the plan anew"
+)
+
+# Steps that can be on their way to the pilot when a state is taken.
+_UNDER_WAY = 8
 
 
 class Saved(NamedTuple):
@@ -31,6 +47,8 @@ class Saved(NamedTuple):
     """Parameters that held the last overflow."""
     wide: frozenset[str]
     """Parameters whose gradients are computed in float32."""
+    model: dict[str, str | None] | None
+    """Of which model, see ``model_identity``; None in states of old."""
 
 
 def write(saved: Saved) -> str:
@@ -44,27 +62,48 @@ def read(state: Any) -> Saved:
     """What ``write`` was given, from its string, or from a dict as in states of old.
 
     Raises:
-        ValueError: it is damaged, or of another version.
+        ValueError: it is damaged, or of a version that is not known here.
     """
     own = _parsed(state)
-    if not isinstance(own, dict) or own.get("version") != VERSION:
-        raise ValueError(f"state_dict[{STATE_KEY!r}] is not one of version {VERSION}")
-    try:
-        return Saved(
-            int(own["step"]),
-            own["pilot"],
-            [Pending.from_dict(row) for row in own["pending"]],
-            dict(own["pins"]),
-            bool(own["probing"]),
-            [str(name) for name in own.get("overflowed", ())],
-            frozenset(str(name) for name in own.get("wide", ())),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
+    found = schema.read(_STATE, own, NAME, ADVICE)
+    return Saved(
+        **{
+            **found,
+            "pilot": own["pilot"],
+            "pending": [Pending.from_dict(row) for row in own["pending"]],
+            "wide": frozenset(found["wide"]),
+        }
+    )
 
 
 def _parsed(state: Any) -> Any:
     try:
         return json.loads(state) if isinstance(state, str) else state
-    except ValueError as error:
-        raise ValueError(f"state_dict[{STATE_KEY!r}] is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = schema.Odd(f"what is none ({type(error).__name__}: {error})")
+    raise ValueError(f"{NAME} must be JSON, got {reason!r}; {ADVICE}")
+
+
+def _fits_together(**state: Any) -> dict[str, Any]:
+    steps = [pending["record"]["step"] for pending in state["pending"]]
+    ascending = all(left < right for left, right in itertools.pairwise(steps))
+    if not ascending or any(step >= state["step"] for step in steps):
+        raise Mismatch(f"of steps in order before step {state['step']}", steps, "pending")
+    return state
+
+
+_ENTRIES: dict[str, Any] = {
+    "step": plan_state.STEP,
+    "pilot": plan_state.PILOT,
+    "pending": list_of(
+        record(record=plan_state.RECORD, survey=optional(plan_state.SURVEY)), most=_UNDER_WAY
+    ),
+    "pins": schema.dict_of(schema.text, plan_state.OFFSET),
+    "probing": schema.flag,
+    "overflowed": Since(list_of(schema.text), []),
+    "wide": Since(list_of(schema.text), []),
+}
+_STATE = schema.versioned(
+    v1=record(make=_fits_together, **_ENTRIES, model=Since(lambda value: None, None)),
+    v2=record(make=_fits_together, **_ENTRIES, model=IDENTITY),
+)

@@ -23,6 +23,7 @@ from gradlift.torch.adaptive.adaptive_state import Saved
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.largest import LargestGradients
+from gradlift.torch.adaptive.model_identity import identity
 from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
@@ -352,11 +353,14 @@ class Controller:
             self.engine.probing or any(p.unshared for p in self.pending),
             self.overflowed(),
             self.engine.wide,
+            identity(self.engine.model),
         )
 
     def load(self, saved: Saved) -> None:
         """Go on from there; what may refuse it was asked before."""
         self.pilot.load(saved.pilot)
+        # It may have been saved with a longer interval than this scaler's.
+        self._probe_by(saved.step + self.pilot.interval)
         self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self.engine.take()

@@ -39,7 +39,7 @@ Node = Any
 
 
 def _accumulation_type() -> type:
-    leaf = torch.zeros((), requires_grad=True)
+    leaf = torch.zeros((), requires_grad=True, device="cpu")
     return type(leaf.view_as(leaf).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 

@@ -156,8 +156,19 @@ def _coefs_kernel(
 
 
 @triton.jit
+def _held(param, low, offsets, left, LOW: tl.constexpr, FULL: tl.constexpr):
+    """What is updated, in float32: a master, but where somebody wrote to the parameter that
+    follows it, what was written."""
+    p = load(param, offsets, left, FULL).to(tl.float32)
+    if LOW:
+        written = load(low, offsets, left, FULL).to(tl.float32)
+        p = tl.where(p.to(low.dtype.element_ty).to(tl.float32) == written, p, written)
+    return p
+
+
+@triton.jit
 def _adam(
-    param,
+    p,
     grad,
     first,
     second,
@@ -179,7 +190,6 @@ def _adam(
     step_size = tl.load(coef + 7)
     correction = tl.load(coef + 8)
     eps = tl.load(coef + 9)
-    p = load(param, offsets, left, FULL).to(tl.float32)
     g = load(grad, offsets, left, FULL).to(tl.float32) * inverse * clip
     m = load(first, offsets, left, FULL).to(tl.float32)
     v = load(second, offsets, left, FULL).to(tl.float32)
@@ -201,7 +211,7 @@ def _adam(
 
 @triton.jit
 def _sgd(
-    param,
+    p,
     grad,
     first,
     offsets,
@@ -218,7 +228,6 @@ def _sgd(
     lr = tl.load(coef + 4)
     momentum = tl.load(coef + 5)
     share = tl.load(coef + 6)
-    p = load(param, offsets, left, FULL).to(tl.float32)
     g = load(grad, offsets, left, FULL).to(tl.float32) * inverse * clip + weight_decay * p
     if MOMENTUM:
         b = load(first, offsets, left, FULL).to(tl.float32)
@@ -262,10 +271,11 @@ def _update_chunk(
     LOW: tl.constexpr,
     FULL: tl.constexpr,
 ):
+    p = _held(param, low, offsets, left, LOW, FULL)
     if ADAM:
-        p = _adam(param, grad, first, second, third, offsets, left, coef, AMSGRAD, DECOUPLED, FULL)
+        p = _adam(p, grad, first, second, third, offsets, left, coef, AMSGRAD, DECOUPLED, FULL)
     else:
-        p = _sgd(param, grad, first, offsets, left, coef, MOMENTUM, NESTEROV, FULL)
+        p = _sgd(p, grad, first, offsets, left, coef, MOMENTUM, NESTEROV, FULL)
     if STOCHASTIC:
         p = _round_at_random(p, seed, offsets)
     store(param, offsets, left, p.to(param.dtype.element_ty), FULL)

@@ -38,7 +38,9 @@ class Sums:
         """Sums that ``read`` gave, or that were put together from such."""
         sums = cls()
         if rows:
-            kept = {n: torch.tensor(row, dtype=torch.float64) for n, row in rows.items()}
+            kept = {
+                n: torch.tensor(row, dtype=torch.float64, device="cpu") for n, row in rows.items()
+            }
             sums._rows = {torch.device("cpu"): kept}
         return sums
 

@@ -92,7 +92,7 @@ class Probe(Rows):
                 yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
 
     def _bins(self) -> list[list[int]]:
-        total = torch.zeros((len(self.rows), BINS), dtype=torch.int64)
+        total = torch.zeros((len(self.rows), BINS), dtype=torch.int64, device="cpu")
         for counts, event in self._sent or ():
             if event is not None:
                 event.synchronize()
@@ -103,7 +103,7 @@ class Probe(Rows):
 def _to_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
     if counts.device.type != "cuda":
         return counts.cpu(), None
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
     host.copy_(counts, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(counts.device))

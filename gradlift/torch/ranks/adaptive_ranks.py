@@ -155,9 +155,9 @@ def shared(
         device: where their messages travel.
         new: makes an empty probe of this kind.
     """
-    counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
+    counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64, device="cpu")
     if probe is not None and probe.rows:
-        counts += torch.tensor(probe._bins(), dtype=torch.int64)[: len(layout.rows)]
+        counts += torch.tensor(probe._bins(), dtype=torch.int64, device="cpu")[: len(layout.rows)]
     sums = new().sums if probe is None else probe.sums
     if not alike:
         parts = gathered(shared_probe.part_of(layout, counts, sums), ranks)
@@ -198,7 +198,7 @@ def overflowed_anywhere(
     count = max(owners.values(), default=-1) + 1
     if not count:
         return []
-    hit = torch.zeros(count, dtype=torch.int32)
+    hit = torch.zeros(count, dtype=torch.int32, device="cpu")
     for name in names:
         if name in owners:
             hit[owners[name]] = 1

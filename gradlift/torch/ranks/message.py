@@ -38,7 +38,7 @@ bits, parameters that are no copies by far more."""
 _NAMES = {
     SCALE: "the scale",
     TRACKER: "the growth tracker",
-    SETTINGS: "the policy's numbers (as a hash)",
+    SETTINGS: "the policy's numbers or max_norm (as a hash)",
     LOADS: "the number of checkpoints loaded",
     PLAN: "the plan (as a hash)",
 }

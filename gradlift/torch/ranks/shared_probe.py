@@ -104,12 +104,12 @@ def pack(layout: Layout, counts: Tensor) -> Tensor:
         _coded_peak(counted) if _needs_peak(row) else counted[list(_bins(row.format))].double()
         for row, counted in zip(layout.rows, counts, strict=True)
     ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def unpack(layout: Layout, packed: Tensor) -> Tensor:
     """The counts, int64 of shape (rows, 256), that the sum of ``pack`` over the ranks tells."""
-    counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64)
+    counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64, device="cpu")
     at = 0
     for counted, row in zip(counts, layout.rows, strict=True):
         if _needs_peak(row):
@@ -140,7 +140,7 @@ def _coded_peak(row: Tensor) -> Tensor:
     if len(seen):
         bin = min(int(seen[-1]) + _LOWEST, _HIGHEST)
         code = 2.0 ** (_BASE_BITS * (bin - 127))
-    return torch.tensor([code, float(row[BINS - 1])], dtype=torch.float64)
+    return torch.tensor([code, float(row[BINS - 1])], dtype=torch.float64, device="cpu")
 
 
 def _peak(code: float) -> int:
@@ -182,7 +182,7 @@ def merged(parts: Iterable[Part], probe: Probe | None = None) -> Probe:
         [_row(probe, where, row, own) for row in part.layout.rows]
         for part, own in zip(found, numbers, strict=True)
     ]
-    counts = torch.zeros((len(probe.rows), BINS), dtype=torch.int64)
+    counts = torch.zeros((len(probe.rows), BINS), dtype=torch.int64, device="cpu")
     for (layout, counted, _), rows in zip(found, places, strict=True):
         probe.classifies |= layout.classifies
         for key in {row.key for row in layout.rows if row.upstream is None}:

@@ -118,10 +118,12 @@ class GradCheck:
         """What torch's ``_unscale_grads_`` does; see ``grads.unscale_and_check_``."""
         with torch.no_grad():
             collected = grads.collect_places(optimizer, allow_fp16)
-            unscales = inv_scale is not self.scale.one
+            # Somebody may call this before any loss was scaled.
+            is_made = self.scale.counts is not None
+            unscales = not is_made or inv_scale is not self.scale.one
             if not torch.compiler.is_compiling():
                 self._collected = collected
-                if self.watcher is not None:
+                if self.watcher is not None and is_made:
                     self._show(self.watcher, optimizer, collected, unscales)
             return grads.unscale_and_check_(collected[0], inv_scale, found_inf, unscales)
 
@@ -234,7 +236,9 @@ class GradCheck:
         self, found_inf: Tensor, bad_loss: Tensor | None, squares: ownership.Squares | None
     ) -> message.Exchange:
         """Begin an agreement of the ranks; flags are 0-d float32 on the scaler's device."""
-        state, settings = self.scale.require("step"), self.scale.settings_hash()
+        # What the gradients are clipped to, where this agreement measures them for that.
+        max_norm = None if squares is None else self.outcome.max_norm
+        state, settings = self.scale.require("step"), self.scale.settings_hash(max_norm)
         return self.agreement.propose(found_inf, bad_loss, state, settings, squares)
 
     def found(self, known: OptimizerStep) -> Tensor:
@@ -266,11 +270,14 @@ class GradCheck:
         if self.scale.scale is None or self.scale.counts is None:
             self.scale.require("update")
         checked = self.steps.checked()
-        if required and not checked:
+        dropped = [flags for known in self.steps.all() for flags in known.dropped]
+        if required and not checked and not dropped:
             raise AssertionError("No inf checks were recorded prior to update.")
-        founds = [self.found(known) for known in checked]
-        losses = [known.bad_loss for known in checked if known.bad_loss is not None]
-        return _total(founds, self.scale.zero), _total(losses, self.scale.zero)
+        flags = [(self.found(known), known.bad_loss) for known in checked] + dropped
+        losses = [bad_loss for _, bad_loss in flags if bad_loss is not None]
+        return _total([found for found, _ in flags], self.scale.zero), _total(
+            losses, self.scale.zero
+        )
 
     # After a skip.
 
@@ -288,6 +295,7 @@ class GradCheck:
         self, optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
     ) -> Tensor:
         """Measure gradients that are ``scale`` times too large; what to multiply them by."""
+        self.outcome.max_norm = max_norm
         if self.agreement.join(optimizer) is not None:
             norm = self._norm_over_ranks(optimizer).float()
         else:
@@ -308,7 +316,9 @@ class GradCheck:
         if self.scale.scale is None:  # the scaler is disabled: nothing was checked
             ownership.sum_partials_(optimizer)
             device = grads.local(next(grads.parameters(optimizer)).detach()).device
-            exchange = self.agreement.propose_norm(self._squares(optimizer, device))
+            squares = self._squares(optimizer, device)
+            settings = self.scale.settings_hash(self.outcome.max_norm)
+            exchange = self.agreement.propose_norm(squares, settings)
         else:
             squares = self._squares(optimizer, self.scale.device)
             exchange = self.propose(self.found(known), known.bad_loss, squares)

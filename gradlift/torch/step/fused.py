@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """For ``optimizer.step``."""
+
+SCALER_AS_ARGUMENT = (
+    "step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
+    "self.grad_scale and self.found_inf, two tensors, in step() instead, and drop the argument"
+)
 
 
 def supports(optimizer: torch.optim.Optimizer) -> bool:
@@ -71,6 +77,7 @@ def run_with_scaler(
             f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
             "call unscale_() and clip_grad_norm_() before step()"
         )
+    warnings.warn(SCALER_AS_ARGUMENT, FutureWarning, stacklevel=4)
     args, kwargs = arguments
     result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
     check.outcome.found_inf = check.found(known)

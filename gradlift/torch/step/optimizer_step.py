@@ -8,6 +8,7 @@ known belongs to it and is forgotten with it.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,17 @@ class OptimizerStep:
     """Whether the overflow report has seen these gradients."""
     needs_largest: bool = False
     """Whether somebody waits for the largest magnitude of these gradients."""
+    optimizer: Callable[[], torch.optim.Optimizer | None] | None = None
+    """A weak reference to it, once its gradients were unscaled."""
+    watch: Any = None
+    """Looks after unscaled gradients while a loss is scaled, see ``later_backward.py``."""
+    dropped: tuple[tuple[Tensor, Tensor | None], ...] = ()
+    """The flags of gradients that were unscaled and then dropped, and those of their losses."""
+
+    def begin_anew(self, dropped: tuple[Tensor, Tensor | None]) -> None:
+        """As before ``unscale_``, but for the flags of what was found and then dropped."""
+        self.entry.update(fresh_entry())
+        self.__init__(self.entry, dropped=(*self.dropped, dropped))
 
 
 class OptimizerSteps:
@@ -70,6 +82,10 @@ class OptimizerSteps:
                 known = step is not None and step.entry is entry
                 found.append(step if known else OptimizerStep(entry))
         return found
+
+    def all(self) -> list[OptimizerStep]:
+        """Those that torch's dict still holds."""
+        return [s for key, s in self._steps.items() if self.entries.get(key) is s.entry]
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """As if nothing had been tried."""

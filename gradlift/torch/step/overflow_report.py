@@ -87,7 +87,9 @@ class _CountedGrads:
                 0 if row in left_out else size
                 for row, size in zip(self.rows, self._sizes, strict=True)
             ]
-            chosen = send(torch.tensor(numels), self.device) if left_out else self.numels
+            chosen = (
+                send(torch.tensor(numels, device="cpu"), self.device) if left_out else self.numels
+            )
             self._counted = left_out, chosen
         return self._counted[1]
 

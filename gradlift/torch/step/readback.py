@@ -29,7 +29,9 @@ class InFlight:
         if source.device.type == "cpu":
             self._host = source.detach().clone()
         elif source.device.type == "cuda":
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host = torch.empty(
+                source.shape, dtype=source.dtype, device="cpu", pin_memory=True
+            )
             self._host.copy_(source.detach(), non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(source.device))
@@ -63,7 +65,9 @@ class HostRows:
     def __init__(self, device: torch.device) -> None:
         from gradlift.torch.kernels import scalars
 
-        self._rows = torch.empty(self.SLOTS, 4, dtype=torch.float32, pin_memory=True).unbind()
+        self._rows = torch.empty(
+            self.SLOTS, 4, dtype=torch.float32, device="cpu", pin_memory=True
+        ).unbind()
         self._events = [torch.cuda.Event() for _ in self._rows]
         self._device = device
         self._launch = scalars.Launch(scalars.write_row, device, 1, 4, (1024,))

@@ -65,7 +65,7 @@ def _update_in_python_(
     tally[UPDATES] += 1
     for tensor, value in zip(state, after, strict=True):
         tensor.fill_(value)
-    counts.copy_(torch.tensor(tally, dtype=torch.int32))
+    counts.copy_(torch.tensor(tally, dtype=torch.int32, device="cpu"))
 
 
 def _update_with_where_(

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradlift.torch.step.grads import local
+from gradlift.torch.two_pass import master_state
+from gradlift.torch.two_pass.reference import follow_
 from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -30,7 +33,9 @@ class MasterWeights(Optimizer):
     The gradients stay on the half-precision parameters, which ``param_groups`` shows;
     hyperparameters set there, by hand or by a scheduler, reach the optimizer inside. Parameters
     that are float32 already are updated as they are. ``state_dict()`` holds the masters, and
-    loading it restores them bit for bit.
+    loading it restores them bit for bit. Whatever else writes to the parameters (a model's state
+    loaded after this was made, averaged weights swapped in, a mask) wins: a master keeps its own
+    bits only where the parameter is still the master rounded.
 
     Example:
         >>> model.half()
@@ -68,7 +73,22 @@ class MasterWeights(Optimizer):
             group["params"] = [self._master(p) for p in group["params"]]
         optimizer.state.clear()
         super().__init__(groups, dict(optimizer.defaults))
-        self.state = optimizer.state
+
+    @property
+    def state(self) -> dict[Any, Any]:  # pyright: ignore
+        """The state of each parameter that has any, its master included; to read, not to write."""
+        found = {}
+        for master in self.masters:
+            held = dict(self.inner.state.get(master, {}))
+            if held and master in self.lows:
+                held[master_state.KEY] = master
+            if held:
+                found[self.lows.get(master, master)] = held
+        return found
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """torch's ``__init__`` sets an empty one; it is kept by the optimizer inside."""
 
     def _master(self, param: Tensor) -> Tensor:
         if param.dtype not in _HALF:
@@ -129,7 +149,12 @@ class MasterWeights(Optimizer):
             self._plain_step(scale)
         return loss
 
+    def _follow(self) -> None:
+        for master, low in self.lows.items():
+            follow_(local(master.detach()), local(low.detach()))
+
     def _plain_step(self, scale: Tensor | None) -> None:
+        self._follow()
         for master in self.masters:
             low = self.lows.get(master, master)
             if low.grad is not None and (low is not master or scale is not None):
@@ -141,30 +166,36 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside, and under ``masters`` the float32 parameters."""
+        """The state of the optimizer inside, and in it under ``master`` the float32 parameters."""
         self.sync_groups()
-        saved = self.inner.state_dict()
-        saved["masters"] = {
-            index: master.detach()
-            for index, master in enumerate(self.masters)
-            if master in self.lows
-        }
-        return saved
+        self._follow()
+        masters = {i: m.detach() for i, m in enumerate(self.masters) if m in self.lows}
+        return master_state.write(self.inner.state_dict(), masters)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state, masters and, from the masters, the parameters.
 
-        A state dict without masters, as of a plain optimizer, leaves the masters as they are.
+        A parameter without a master there, as in the state of a plain optimizer, stays as it is,
+        and its master follows it.
+
+        Raises:
+            ValueError: the state is damaged or another optimizer's; nothing has changed.
         """
-        saved = dict(state_dict)
-        kept = saved.pop("masters", {})
-        self.inner.load_state_dict(saved)
-        self.state = self.inner.state
+        loaded = master_state.read(state_dict, self.inner, self.lows)
+        before = self.inner.state, self.inner.param_groups
+        try:
+            self.inner.load_state_dict(loaded.rest)
+        except Exception as error:
+            self.inner.state, self.inner.param_groups = before
+            raise ValueError(
+                f"state_dict does not fit {type(self.inner).__name__}, and nothing has been "
+                f"changed: {type(error).__name__}: {error}"
+            ) from error
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
-        for index, master in enumerate(self.masters):
-            if master in self.lows:
-                if index in kept:
-                    master.copy_(kept[index])
+        self._follow()
+        for place, master in enumerate(self.masters):
+            if place in loaded.masters:
+                master.copy_(loaded.masters[place])
                 self.lows[master].copy_(master)

@@ -160,7 +160,9 @@ class DeviceState:
     ) -> dict[Tensor, Slot]:
         if counts:
             device = next(iter(counts)).device
-            counters = torch.tensor(list(counts.values()), dtype=torch.float32).to(device)
+            counters = torch.tensor(list(counts.values()), dtype=torch.float32, device="cpu").to(
+                device
+            )
             for param, counter in zip(counts, counters.unbind(), strict=True):
                 slots[param] = slots[param]._replace(taken=counter)
                 if adam:
@@ -187,10 +189,22 @@ class DeviceState:
 
     def _counts(self) -> dict[Tensor, float]:
         """Read the steps taken back to the host, in one copy."""
-        counters = {p: slot.taken for p, slot in self._slots.items() if slot.taken is not None}
+        counters = {
+            param: slot.taken
+            for param, slot in self._slots.items()
+            if slot.taken is not None and self._is_counted_by(param, slot)
+        }
         if not counters:
             return {}
         return dict(zip(counters, torch.stack([*counters.values()]).tolist(), strict=True))
+
+    @torch.no_grad()
+    def _is_counted_by(self, param: Tensor, slot: Slot) -> bool:
+        """Whether the state is still the one that ``slot`` counts the steps of: a state that was
+        loaded since has its own count."""
+        state = self.optimizer.state.get(param, {})
+        own = slot.taken if "step" in state else slot.first
+        return any(isinstance(v, Tensor) and local(v) is own for v in state.values())
 
     def _torch_view(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """State-dict hook: show the state as torch's own ``step()`` would have left it."""
@@ -278,4 +292,4 @@ def _keeps_step_on_cpu(group: dict[str, Any]) -> bool:
 
 def _cpu_step(count: float) -> Tensor:
     wide = torch.get_default_dtype() == torch.float64
-    return torch.tensor(count, dtype=torch.float64 if wide else torch.float32)
+    return torch.tensor(count, dtype=torch.float64 if wide else torch.float32, device="cpu")

@@ -73,7 +73,9 @@ def measure(table: GradTable, scale: Tensor, found_inf: Tensor, *, amax: bool = 
         for batch in table.batches()
     ]
     found = [_pieces(table.grads, batch) for batch in batches]
-    rows = torch.tensor([row for batch in batches for row, _, _ in batch], dtype=torch.int64)
+    rows = torch.tensor(
+        [row for batch in batches for row, _, _ in batch], dtype=torch.int64, device="cpu"
+    )
     if len(rows):
         rows = rows.to(table.device)
         sumsq.index_add_(0, rows, host_norms(*found).square())
@@ -139,6 +141,8 @@ def update(
         if not all(here):
             batch = list(compress(batch, here))
             lists = _Lists(*(list(compress(tensors, here)) for tensors in lists))
+        for master, low in zip(lists.params, lists.lows, strict=False):
+            follow_(master, low)
         pieces = _pieces(grads.grads, batch)
         rule = table.keys[batch[0].row].rule
         group = HYPERS * table.host_groups[batch[0].row]
@@ -153,6 +157,19 @@ def update(
         else:
             _sgd(wide, _scaled(pieces, batch, factor_tensor, lists.room), rule, here_numbers)
         _write_back(lists, wide, batch, rule, seed)
+
+
+def follow_(master: Tensor, low: Tensor) -> None:
+    """Give a master what was written to the parameter that follows it; where the parameter is
+    still the master rounded, the master keeps what the parameter cannot hold.
+
+    By value, for a version counter misses what is written through ``.data`` or by a kernel.
+
+    Args:
+        master: float32, any shape.
+        low: float16 or bfloat16, of that shape.
+    """
+    master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
 
 
 def _pieces(tensors: Sequence[Tensor | None], batch: Batch) -> list[Tensor]:

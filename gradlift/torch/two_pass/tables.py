@@ -100,7 +100,9 @@ class DeviceList:
         return into
 
     def _empty(self, length: int) -> Tensor:
-        return torch.empty(length, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        return torch.empty(
+            length, dtype=self.dtype, device="cpu", pin_memory=self.device.type == "cuda"
+        )
 
     @property
     def captured(self) -> bool:
@@ -169,7 +171,7 @@ class Table:
         self.buckets: dict[Hashable, list[int]] = {}
         for row, key in enumerate(keys):
             self.buckets.setdefault(key, []).append(row)
-        self.numels = send(torch.tensor(self.host_numels, dtype=torch.int64), device)
+        self.numels = send(torch.tensor(self.host_numels, dtype=torch.int64, device="cpu"), device)
         self._chunks: dict[int, Chunks] = {}
         self._batches: list[Batch] | None = None
 
@@ -208,14 +210,16 @@ class Table:
 
     def _build_chunks(self, size: int) -> Chunks:
         order = [row for rows in self.buckets.values() for row in rows]
-        rows = torch.tensor(order, dtype=torch.int64)
-        counts = (torch.tensor(self.host_numels, dtype=torch.int64) + size - 1) // size
+        rows = torch.tensor(order, dtype=torch.int64, device="cpu")
+        counts = (
+            torch.tensor(self.host_numels, dtype=torch.int64, device="cpu") + size - 1
+        ) // size
         counts = counts[rows]
         ends = counts.cumsum(0)
         owner = torch.repeat_interleave(counts)
-        place = torch.arange(len(owner)) - (ends - counts)[owner]
+        place = torch.arange(len(owner), device="cpu") - (ends - counts)[owner]
         entries = torch.stack([rows[owner], place], dim=1).to(torch.int32)
-        spans = torch.empty((len(order), 2), dtype=torch.int32)
+        spans = torch.empty((len(order), 2), dtype=torch.int32, device="cpu")
         spans[rows] = torch.stack([ends - counts, counts], dim=1).to(torch.int32)
         parts: dict[Hashable, slice] = {}
         position = start = 0
@@ -397,8 +401,8 @@ class UpdateTable(Table):
         self.kind = rules[0].kind
         self.host_groups = groups
         self.keys = keys
-        self.groups = torch.tensor(groups, dtype=torch.int32).to(self.device)
-        self.pointers = torch.tensor(columns, dtype=torch.int64).to(self.device)
+        self.groups = torch.tensor(groups, dtype=torch.int32, device="cpu").to(self.device)
+        self.pointers = torch.tensor(columns, dtype=torch.int64, device="cpu").to(self.device)
         self.lists: Any = None
         self.coefs = torch.empty((len(slots), 16), dtype=torch.float32, device=self.device)
 
