@@ -33,6 +33,7 @@ from torch.amp.grad_scaler import OptState
 from gradlift.policy import Dynamic, Policy
 from gradlift.torch import checkpoint, settings
 from gradlift.torch.ranks.agreement import Agreement
+from gradlift.torch.settings import DEFAULTS
 from gradlift.torch.step import after_step, closures, grads, later_backward, ways
 from gradlift.torch.step.alarms import Alarms
 from gradlift.torch.step.check import GradCheck
@@ -111,19 +112,19 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = settings.INIT_SCALE,
-        growth_factor: float = settings.GROWTH_FACTOR,
-        backoff_factor: float = settings.BACKOFF_FACTOR,
-        growth_interval: int = settings.GROWTH_INTERVAL,
+        init_scale: float = DEFAULTS.init_scale,
+        growth_factor: float = DEFAULTS.growth_factor,
+        backoff_factor: float = DEFAULTS.backoff_factor,
+        growth_interval: int = DEFAULTS.growth_interval,
         enabled: bool = True,
         *,
         policy: Policy | None = None,
         model: torch.nn.Module | None = None,
-        hysteresis: int = settings.HYSTERESIS,
-        consecutive_hysteresis: bool = settings.CONSECUTIVE_HYSTERESIS,
-        min_scale: float = settings.MIN_SCALE,
-        max_scale: float = settings.MAX_SCALE,
-        on_floor: str | Callable[[Any], object] = settings.ON_FLOOR,
+        hysteresis: int = DEFAULTS.hysteresis,
+        consecutive_hysteresis: bool = DEFAULTS.consecutive_hysteresis,
+        min_scale: float = DEFAULTS.min_scale,
+        max_scale: float = DEFAULTS.max_scale,
+        on_floor: str | Callable[[Any], object] = DEFAULTS.on_floor,
         max_consecutive_skips: int | None = None,
         allow_fp16_grads: bool = False,
         clear_grads_on_skip: bool = False,
