@@ -394,6 +394,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement.evidence is not None:
             self._agreement.verify()
         scale = self._device_scale
+        assert scale.counts is not None
         self._alarms.sound(scale.readback.tick(scale.counts), self)
 
     # What happened.
@@ -527,9 +528,14 @@ class GradScaler(torch.amp.GradScaler):
             )
         loaded = checkpoint.read(state_dict, self.policy)
         self._agreement.loads += 1
-        *numbers, scheduler_flags = loaded
-        self._device_scale.load(*numbers)
-        self._clocks = after_step.SchedulerClocks(scheduler_flags)
+        self._device_scale.load(
+            loaded.policy,
+            loaded.scale,
+            loaded.growth_tracker,
+            loaded.hysteresis_tracker,
+            loaded.skipped_steps,
+        )
+        self._clocks = after_step.SchedulerClocks(loaded.scheduler_flags)
         self._alarms.restart()
 
     def __getstate__(self) -> dict[str, Any]:
