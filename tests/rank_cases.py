@@ -63,8 +63,8 @@ def on_first(rank: int = 0) -> bool:
     return dist.get_rank() == rank
 
 
-def scaler_of(*, seen: bool = True, **options: Any) -> Any:
-    scaler = GradScaler("cpu", init_scale=8.0, **options)
+def scaler_of(*, seen: bool = True, kind: Any = GradScaler, **options: Any) -> Any:
+    scaler = kind("cpu", init_scale=8.0, **options)
     if seen:
         scaler.scale(torch.ones(()))
     return scaler
