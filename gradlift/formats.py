@@ -47,6 +47,8 @@ class Format:
     min_exponent: int
     """Exponent of the smallest normal value."""
     has_inf: bool
+    short: str
+    """For the head of a table."""
 
     @property
     def min_subnormal(self) -> int:
@@ -62,11 +64,11 @@ class Format:
 FORMATS = {
     format.name: format
     for format in (
-        Format("float8_e4m3fn", 8, 3, 448.0, 8, -6, has_inf=False),
-        Format("float8_e5m2", 8, 2, 57344.0, 15, -14, has_inf=True),
-        Format("float16", 16, 10, 65504.0, 15, -14, has_inf=True),
-        Format("bfloat16", 16, 7, (2 - 2.0**-7) * 2.0**127, 127, -126, has_inf=True),
-        Format("float32", 32, 23, (2 - 2.0**-23) * 2.0**127, 127, -126, has_inf=True),
+        Format("float8_e4m3fn", 8, 3, 448.0, 8, -6, has_inf=False, short="E4M3"),
+        Format("float8_e5m2", 8, 2, 57344.0, 15, -14, has_inf=True, short="E5M2"),
+        Format("float16", 16, 10, 65504.0, 15, -14, has_inf=True, short="FP16"),
+        Format("bfloat16", 16, 7, (2 - 2.0**-7) * 2.0**127, 127, -126, has_inf=True, short="BF16"),
+        Format("float32", 32, 23, (2 - 2.0**-23) * 2.0**127, 127, -126, has_inf=True, short="FP32"),
     )
 }
 

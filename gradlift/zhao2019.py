@@ -189,21 +189,11 @@ def quantile(threshold: float) -> float:
     return NormalDist().inv_cdf((1.0 + threshold) / 2.0)
 
 
-def product_scale(
-    gradient: Moments,
-    weight: Moments,
-    terms: int,
-    threshold: float = THRESHOLD,
-    limits: Limits = FLOAT16,
-) -> float:
-    """The scale for a layer's product, neither bounded nor rounded."""
-    return min(_for_product(gradient, weight, terms, threshold, limits))
-
-
-def _for_product(
+def for_product(
     gradient: Moments, weight: Moments, terms: int, threshold: float, limits: Limits
 ) -> tuple[float, float]:
-    """What the smallest elements need, 1 at least, and what the largest allow."""
+    """The scale that the smallest elements of a layer's product need, 1 at least, and the one that
+    the largest allow; neither bounded nor rounded."""
     std = math.sqrt(gradient.square * weight.square * terms / 2.0)
     if not std:
         return 1.0, math.inf
@@ -211,20 +201,10 @@ def _for_product(
     return max(limits.smallest / (quantile(threshold) * std), 1.0), cap
 
 
-def cast_scale(
-    gradient: Moments,
-    threshold: float = THRESHOLD,
-    limits: Limits = FLOAT16,
-    *,
-    lognormal: bool = False,
-) -> float:
-    """The scale for a gradient that is cast to the format, neither bounded nor rounded."""
-    return min(_for_cast(gradient, threshold, limits, lognormal))
-
-
-def _for_cast(
+def for_cast(
     gradient: Moments, threshold: float, limits: Limits, lognormal: bool
 ) -> tuple[float, float]:
+    """The same for a gradient that is cast to the format."""
     if not gradient.square:
         return 1.0, math.inf
     if lognormal:
@@ -233,19 +213,6 @@ def _for_cast(
     else:
         need = limits.smallest / (quantile(threshold) * math.sqrt(gradient.square))
     return max(need, 1.0), limits.largest / gradient.largest
-
-
-def elementwise_scale(
-    smallest_gradient: float, smallest_weight: float, limits: Limits = FLOAT16
-) -> float:
-    """The paper's other rule: no product of two elements is flushed.
-
-    Args:
-        smallest_gradient: the smallest magnitude other than zero in the gradient.
-        smallest_weight: likewise in the weight.
-        limits: of the format that the products are stored in.
-    """
-    return max(limits.smallest / (smallest_gradient * smallest_weight), 1.0)
 
 
 def rounded(scale: float) -> int:
@@ -276,7 +243,7 @@ class Formula:
         if passage.weight is None or passage.gradient is None:
             return PASS
         stored = passage.gradient.times(exponent)
-        need, cap = _for_product(stored, passage.weight, passage.terms, self.threshold, self.limits)
+        need, cap = for_product(stored, passage.weight, passage.terms, self.threshold, self.limits)
         return self._bounded(f"the product of {passage.name}", need, cap, exponent)
 
     def cast_step(self, passage: Passage, exponent: int) -> Step:
@@ -284,7 +251,7 @@ class Formula:
         if passage.gradient is None:
             return PASS
         stored = passage.gradient.times(exponent)
-        need, cap = _for_cast(stored, self.threshold, self.limits, passage.classifies)
+        need, cap = for_cast(stored, self.threshold, self.limits, passage.classifies)
         return self._bounded(f"the gradient cast for {passage.name}", need, cap, exponent)
 
     def _bounded(self, what: str, need: float, cap: float, exponent: int) -> Step:

@@ -373,14 +373,24 @@ def settings_that_differ() -> None:
     disputed(scaler_of(growth_interval=interval, process_group=dist.group.WORLD), "policy")
 
 
-class Planned(GradScaler):
-    def _fingerprint(self) -> int:
+class Planned:
+    """Adds a plan that no other rank has to the agreement."""
+
+    def fingerprint(self) -> int:
         return 7 + dist.get_rank()
+
+    def columns(self) -> None:
+        return None
+
+    def difference(self, rows: list[list[float]], ranks: Any) -> None:
+        return None
 
 
 @case(2)
 def plans_that_differ() -> None:
-    disputed(scaler_of(kind=Planned, process_group=dist.group.WORLD), "plan", "8 on rank 1")
+    scaler = scaler_of(process_group=dist.group.WORLD)
+    scaler._agreement.addition = Planned()
+    disputed(scaler, "plan", "8 on rank 1")
 
 
 @case(2)

@@ -74,7 +74,7 @@ class Scaler:
 
     def everything(self, made: Any) -> Any:
         scaler = made[0]
-        return scaler.state_dict(), repr(scaler.policy), scaler._init_scale, scaler._loads
+        return scaler.state_dict(), repr(scaler.policy), scaler._init_scale, scaler._agreement.loads
 
     def is_valid(self, state: Any) -> bool:
         return valid_scaler(state)
@@ -115,9 +115,20 @@ class Adaptive(Scaler):
         made[0].load_state_dict(state)
 
     def everything(self, made: Any) -> Any:
-        scaler, engine = made[0], made[0]._engine
-        held = scaler._step_number, engine.pins, engine.offsets, engine.probing, engine.wide
-        return *super().everything(made), held, scaler._pilot.to_dict(), len(scaler._pending)
+        scaler, engine = made[0], made[0]._controller.engine
+        held = (
+            scaler._controller.step_number,
+            engine.pins,
+            engine.offsets,
+            engine.probing,
+            engine.wide,
+        )
+        return (
+            *super().everything(made),
+            held,
+            scaler._controller.pilot.to_dict(),
+            len(scaler._controller.pending),
+        )
 
     def is_valid(self, state: Any) -> bool:
         if not isinstance(state, dict):

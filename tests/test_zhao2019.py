@@ -21,14 +21,14 @@ from gradlift.plan.pilot import Pilot, Record, Survey
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph
 from gradlift.zhao2019 import (
     FLOAT16,
+    THRESHOLD,
     Formula,
     Moments,
     Passage,
     Zhao2019,
-    cast_scale,
-    elementwise_scale,
+    for_cast,
+    for_product,
     fork,
-    product_scale,
     quantile,
     resolve,
     rounded,
@@ -37,6 +37,19 @@ from gradlift.zhao2019 import (
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
 FREE = Zhao2019(math.inf, math.inf)
 FORMAT = get("float16")
+
+
+def elementwise_scale(smallest_gradient, smallest_weight):
+    """The paper's other rule: no product of two elements is flushed."""
+    return max(FLOAT16.smallest / (smallest_gradient * smallest_weight), 1.0)
+
+
+def product_scale(gradient, weight, terms, threshold=THRESHOLD):
+    return min(for_product(gradient, weight, terms, threshold, FLOAT16))
+
+
+def cast_scale(gradient, threshold=THRESHOLD, *, lognormal=False):
+    return min(for_cast(gradient, threshold, FLOAT16, lognormal))
 
 
 def half(value: float) -> float:

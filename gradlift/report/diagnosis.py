@@ -23,7 +23,6 @@ from gradlift.formats import Format, get
 from gradlift.plan.histogram import Histogram
 
 FORMATS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
-_SHORT = {"float16": "FP16", "bfloat16": "BF16", "float8_e5m2": "E5M2", "float8_e4m3fn": "E4M3"}
 # Bits below float16's maximum at which an output is called close to it.
 CLOSE = 3
 _NAME_WIDTH = 36
@@ -180,7 +179,7 @@ def _table(diagnosis: Diagnosis) -> list[str]:
     scales = [f"2^{diagnosis.best_exponent(name)}" for name in FORMATS]
     lines = [
         "Lost to each format: with one scale / with an exponent of its own",
-        _line("module", "log2 |g|", [f"{_SHORT[name]}" for name in FORMATS]),
+        _line("module", "log2 |g|", [get(name).short for name in FORMATS]),
         _line("best single scale", "", scales),
         _line("-" * _NAME_WIDTH, "-" * 11, ["-" * 15] * len(FORMATS)),
     ]

@@ -27,9 +27,9 @@ def set_process_group(scaler: GradScaler, group: Any) -> None:
     scaler._agreement.process_group = group
 
 
-def last_max_norm(scaler: GradScaler) -> float | None:
-    """What the latest ``step`` was asked to clip to."""
-    return scaler._outcome.max_norm
+def model_of(scaler: GradScaler) -> torch.nn.Module | None:
+    """The model that the scaler was given, if it lives."""
+    return scaler._overflows.model
 
 
 def set_grad_norm(scaler: GradScaler, norm: Tensor) -> None:
@@ -43,19 +43,15 @@ def clip_unscaled_(scaler: GradScaler, optimizer: torch.optim.Optimizer, max_nor
 
 
 def stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
-    """READY, UNSCALED or STEPPED; READY again where a later backward pass has made new gradients.
+    """READY, UNSCALED or STEPPED."""
+    return scaler._steps.of(optimizer).entry["stage"]
 
-    Raises:
-        RuntimeError: gradients that were unscaled have been added to since.
-    """
+
+def stage_now(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
+    """The same, READY again if the gradients are those of a later backward pass."""
     known = scaler._steps.of(optimizer)
-    later_backward.heed(scaler._check, known)
+    later_backward.refresh(scaler._check, known)
     return known.entry["stage"]
-
-
-def model_of(scaler: GradScaler) -> torch.nn.Module | None:
-    """The model that the scaler was made for; None if there is none."""
-    return scaler._overflows.model
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Tensor:

@@ -38,6 +38,7 @@ from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks.agreement import Agreement
 from gradlift.torch.ranks.shared_cause import first_of
+from gradlift.torch.settings import DEFAULTS
 from gradlift.torch.step import after_step, closures, grads, later_backward, ways
 from gradlift.torch.step.alarms import Alarms
 from gradlift.torch.step.check import GradCheck
@@ -119,19 +120,19 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = settings.INIT_SCALE,
-        growth_factor: float = settings.GROWTH_FACTOR,
-        backoff_factor: float = settings.BACKOFF_FACTOR,
-        growth_interval: int = settings.GROWTH_INTERVAL,
+        init_scale: float = DEFAULTS.init_scale,
+        growth_factor: float = DEFAULTS.growth_factor,
+        backoff_factor: float = DEFAULTS.backoff_factor,
+        growth_interval: int = DEFAULTS.growth_interval,
         enabled: bool = True,
         *,
         policy: Policy | None = None,
         model: torch.nn.Module | None = None,
-        hysteresis: int = settings.HYSTERESIS,
-        consecutive_hysteresis: bool = settings.CONSECUTIVE_HYSTERESIS,
-        min_scale: float = settings.MIN_SCALE,
-        max_scale: float = settings.MAX_SCALE,
-        on_floor: str | Callable[[Any], object] = settings.ON_FLOOR,
+        hysteresis: int = DEFAULTS.hysteresis,
+        consecutive_hysteresis: bool = DEFAULTS.consecutive_hysteresis,
+        min_scale: float = DEFAULTS.min_scale,
+        max_scale: float = DEFAULTS.max_scale,
+        on_floor: str | Callable[[Any], object] = DEFAULTS.on_floor,
         max_consecutive_skips: int | None = None,
         allow_fp16_grads: bool = False,
         clear_grads_on_skip: bool = False,
@@ -216,7 +217,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         known = self._steps.of(optimizer)
-        self._check.found(known)
+        if known.exchange is not None:
+            self._check.found(known)
         return known.entry["found_inf_per_device"]
 
     # What it was given.
@@ -262,9 +264,10 @@ class GradScaler(torch.amp.GradScaler):
             if scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
                 scale = self._device_scale.require("scale").scale
-            if not torch.compiler.is_compiling():
-                if not self._losses.in_closure:
-                    later_backward.note(self._check)
+            compiling = torch.compiler.is_compiling()
+            if self._steps.entries and not (compiling or self._losses.in_closure):
+                later_backward.note(self._check)
+            if not compiling:
                 self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
@@ -286,7 +289,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._ready(optimizer, "unscale_")
         known = self._steps.of(optimizer)
-        later_backward.heed(self._check, known)
+        if known.watch is not None:
+            later_backward.refresh(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -343,7 +347,8 @@ class GradScaler(torch.amp.GradScaler):
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._ready(optimizer, "step")
         known = self._steps.of(optimizer)
-        later_backward.heed(self._check, known)
+        if known.watch is not None:
+            later_backward.refresh(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is None:
@@ -420,6 +425,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement.evidence is not None:
             self._agreement.verify()
         scale = self._device_scale
+        assert scale.counts is not None
         counts = scale.readback.tick(scale.counts)
         if counts is not None:
             self._alarms.sound(counts, self)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,33 +20,15 @@ from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.zhao2019 import resolve
 
 
-def _own(kind: type, value: Any) -> Any:
-    """An instance of ``kind`` that is equal to ``value``, looks like it, and is no other object."""
+def _own(value: Any) -> Any:
+    """What is equal to ``value``, looks like it, and is no other object."""
+    kind = int if isinstance(value, bool) else type(value)  # nothing can be a bool but two
     return type("Default", (kind,), {"__repr__": lambda _: repr(value)})(value)
 
 
-INIT_SCALE: float = _own(float, 2.0**16)
-GROWTH_FACTOR: float = _own(float, 2.0)
-BACKOFF_FACTOR: float = _own(float, 0.5)
-GROWTH_INTERVAL: int = _own(int, 2000)
-HYSTERESIS: int = _own(int, 1)
-CONSECUTIVE_HYSTERESIS: bool = _own(int, False)  # nothing can be a bool but True and False
-MIN_SCALE: float = _own(float, 2.0**-24)
-MAX_SCALE: float = _own(float, 2.0**127)
-ON_FLOOR: str = _own(str, "warn")
-
-# Each default beside the plain value that it stands for.
-_DEFAULTS = {
-    "init_scale": (INIT_SCALE, 2.0**16),
-    "growth_factor": (GROWTH_FACTOR, 2.0),
-    "backoff_factor": (BACKOFF_FACTOR, 0.5),
-    "growth_interval": (GROWTH_INTERVAL, 2000),
-    "hysteresis": (HYSTERESIS, 1),
-    "consecutive_hysteresis": (CONSECUTIVE_HYSTERESIS, False),
-    "min_scale": (MIN_SCALE, 2.0**-24),
-    "max_scale": (MAX_SCALE, 2.0**127),
-    "on_floor": (ON_FLOOR, "warn"),
-}
+# The plain values, and for each an object of its own that stands for it in a signature.
+_PLAIN = {field.name: field.default for field in fields(Dynamic)}
+DEFAULTS: Any = SimpleNamespace(**{name: _own(value) for name, value in _PLAIN.items()})
 
 
 def check_device(device: Any) -> None:
@@ -94,10 +78,10 @@ def policy_from(policy: Policy | None, numbers: dict[str, Any], enabled: bool) -
 
     A scaler that is not enabled takes any numbers, as torch's does, and uses none of them.
     """
-    assert numbers.keys() == _DEFAULTS.keys()
-    given = [name for name, value in numbers.items() if value is not _DEFAULTS[name][0]]
+    assert numbers.keys() == _PLAIN.keys()
+    given = [name for name, value in numbers.items() if value is not getattr(DEFAULTS, name)]
     if policy is None:
-        plain = {n: v if n in given else _DEFAULTS[n][1] for n, v in numbers.items()}
+        plain = {n: v if n in given else _PLAIN[n] for n, v in numbers.items()}
         try:
             return _dynamic(plain, given)
         except ValueError:

@@ -165,8 +165,8 @@ def measure(table: GradTable, scale: Tensor, found_inf: Tensor, *, amax: bool = 
     Here the largest magnitudes cost nothing and are always given.
     """
     chunked = table.chunks(MEASURE_CHUNK)
-    peaks = torch.empty(chunked.count, dtype=torch.int32, device=table.device)
-    totals = torch.empty(chunked.count, dtype=torch.float64, device=table.device)
+    peaks = torch.empty(chunked.total, dtype=torch.int32, device=table.device)
+    totals = torch.empty(chunked.total, dtype=torch.float64, device=table.device)
     tops = torch.empty(len(table), dtype=torch.float32, device=table.device)
     sumsq = torch.empty(len(table), dtype=torch.float64, device=table.device)
     norm = torch.empty((), dtype=torch.float32, device=table.device)

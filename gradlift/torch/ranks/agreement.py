@@ -146,7 +146,7 @@ class Agreement:
             found_inf: 0-d float32 on the scaler's device.
             bad_loss: likewise, or None.
             state: the scale and its trackers, which must be equal on all ranks.
-            settings: a hash of the policy, which must be too.
+            settings: a hash of the policy and of ``max_norm``, which must be too.
             squares: this rank's part of the squared norm; None if the norm is not wanted.
         """
         assert self.ranks is not None
@@ -169,7 +169,7 @@ class Agreement:
         )
 
     def propose_norm(self, squares: ownership.Squares, settings: int) -> message.Exchange:
-        """Begin an agreement over a norm alone; ``settings`` must be equal on all ranks."""
+        """Begin an agreement over a norm, and the settings that it is clipped by, alone."""
         assert self.ranks is not None
         zero = torch.zeros((), device=squares.sums.device)
         mine = message.Mine(zero, None, zero, zero, settings, 0, 0, *squares)

@@ -54,7 +54,7 @@ class _CountedGrads:
         self._sizes = [grad.numel() for grad in grads]
         table = Table(self._sizes, [key] * len(grads), self.device)
         self.numels, self.chunks = table.numels, table.chunks(scalars.CHUNK)
-        self.programs = max(1, min(self.chunks.count, _PROGRAMS))
+        self.programs = max(1, min(self.chunks.total, _PROGRAMS))
         self.cells = torch.zeros(len(grads), 2, dtype=torch.int64, device=self.device)
         self._known: list[int] = []
         self._addresses = DeviceList(torch.int64, self.device)
@@ -187,7 +187,7 @@ class OverflowReport:
                 bucket.cells,
                 counted,
                 most,
-                bucket.chunks.count,
+                bucket.chunks.total,
             )
             if looks:
                 bad_loss = bad

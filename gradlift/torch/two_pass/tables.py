@@ -134,7 +134,7 @@ class Chunks(NamedTuple):
     """The chunks of each bucket."""
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return len(self.entries)
 
 
