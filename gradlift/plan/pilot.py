@@ -29,10 +29,11 @@ from typing import Any
 from gradlift.formats import Format, get
 from gradlift.plan.bounds import largest_climb
 from gradlift.plan.forecast import growth, predict
+from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose, overflowed_first
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import Moments, Passage, Zhao2019, check_same, name_of, resolve
 
 DEFAULT_INTERVAL = 200
