@@ -144,8 +144,9 @@ class Pilot:
         self._one_scale = not layerwise
         self._clean: int | None = None
         """Under torch's rule, the clean steps since the scale has changed."""
-        self._unplanned = (-self.interval, 1)
-        """When an unplanned graph last brought a probe forward, and how long the next must wait."""
+        self._unplanned = (-self.interval, 1, -self.interval)
+        """The step probed last, how long after it an unplanned graph has to wait for the next, and
+        when there was such a graph last."""
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -178,11 +179,12 @@ class Pilot:
         may be one in every step: those that follow each other within an interval wait twice as
         long each time.
         """
-        last, wait = self._unplanned
-        wait = 1 if step - last > self.interval else wait
-        if last + wait <= step < self.next_probe:
+        probed, wait, met = self._unplanned
+        wait = 1 if step - met > self.interval else wait
+        if probed + wait <= step < self.next_probe:
             self.next_probe = step
-            self._unplanned = step, min(2 * wait, self.interval)
+            wait = min(2 * wait, self.interval)
+        self._unplanned = probed, wait, step
 
     def saw(
         self,
@@ -239,14 +241,15 @@ class Pilot:
             self.next_probe = now + (1 if target > expected else self._wait(now))
             return target
         self._clean = None
+        self._unplanned = record.step, *self._unplanned[1:]
         if not record.overflow:
-            if self.layerwise:
-                self._one_scale, self._above = False, []
+            self._one_scale = not self.layerwise
             return self._planned(record, now, survey)
         first = overflowed_first(survey.graph, survey.histograms)
         if self.plan is None or self.plan.probe_again:
-            self._note_above(record, _modules(survey.graph, first))
+            dropped = self._note_above(record, _modules(survey.graph, first))
             target = self._planned(record, now, survey)
+            self.next_probe = now + self._wait(now) if dropped else self.next_probe
             # How far it is nobody knows, and every step that overflows again is lost.
             return target - self.backoff * (target < expected + self.backoff)
         # After a clean probe one overflow may be one batch's alone, and how far it went says
@@ -291,7 +294,7 @@ class Pilot:
             rule=self.rule,
             passages=passages,
         )
-        if self._above_too_often:
+        if self._one_scale and self.layerwise:
             self.plan = replace(self.plan, reasons=(*self.plan.reasons, self._dropped))
         for component, offset in zip(self.plan.components, self.plan.offsets, strict=True):
             self._offsets.update(dict.fromkeys(component.modules, offset))
@@ -313,24 +316,27 @@ class Pilot:
     # Overflows above the global exponent, which one scale would not have had.
 
     @property
-    def _above_too_often(self) -> bool:
-        return len(self._above) >= MOST_ABOVE
-
-    @property
     def _dropped(self) -> str:
-        steps = " and ".join(map(str, self._above[-MOST_ABOVE:]))
+        steps = " and ".join(map(str, self._above))
         return (
             f"parts above the loss scale, and they alone, overflowed in steps {steps}; one "
             "exponent for all until a probe is clean"
         )
 
-    def _note_above(self, record: Record, modules: Collection[str]) -> None:
-        """Counts an overflow against the plan if it was in modules above the loss scale alone."""
+    def _note_above(self, record: Record, modules: Collection[str]) -> bool:
+        """Counts an overflow against the plan if it was in modules above the loss scale alone.
+
+        Returns:
+            Whether it was one too many, so that exponents of their own are dropped. The next probe,
+            which may bring them back, then has time.
+        """
         known = [self._offsets.get(module, 0) for module in modules]
-        if known and min(known) > 0:
-            recent = [step for step in self._above if record.step - step < self.interval]
-            self._above = [*recent, record.step]
-            self._one_scale = self._one_scale or self._above_too_often
+        if not known or min(known) <= 0:
+            return False
+        recent = [step for step in self._above if record.step - step < self.interval]
+        self._above = [*recent, record.step][-MOST_ABOVE:]
+        self._one_scale = self._one_scale or len(self._above) == MOST_ABOVE
+        return self._one_scale
 
     def _backed_off(
         self, record: Record, now: int, overflowed: Sequence[str], expected: int
@@ -348,8 +354,8 @@ class Pilot:
     def _lowered(self, record: Record, now: int, where: Collection[int]) -> int:
         """A plan in which components that overflowed are lower by as much as is usual."""
         assert self._graph is not None
-        self.next_probe = min(self.next_probe, now + 1)
-        self._note_above(record, _modules(self._graph, where))
+        dropped = self._note_above(record, _modules(self._graph, where))
+        self.next_probe = now + (self._wait(now) if dropped else 1)
         self._graph = self._held(self._graph)
         histograms = [
             Histogram.overflowed(
@@ -460,14 +466,14 @@ class Pilot:
             unmet = {str(key): int(probes) for key, probes in data["unmet"].items()}
             above, one_scale = [int(step) for step in data["above"]], bool(data["one_scale"])
             clean = None if data["clean"] is None else int(data["clean"])
-            last, wait = (int(number) for number in data["unplanned"])
+            probed, wait, met = (int(number) for number in data["unplanned"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the adaptive scaler is damaged: {error!r}") from error
         self.plan, self._limit, self._in_a_row = plan, limit, in_a_row
         self.next_probe, self._history, self._shifts = next_probe, history, shifts
         self._peaks, self._graph, self._owners = peaks, graph, owners
         self._offsets, self._unmet, self._above = offsets, unmet, above
-        self._one_scale, self._clean, self._unplanned = one_scale, clean, (last, wait)
+        self._one_scale, self._clean, self._unplanned = one_scale, clean, (probed, wait, met)
 
     def check(self, data: Any) -> None:
         """Refuses a state of another rule, or of another format: its exponents would not fit.

@@ -36,8 +36,8 @@ from gradlift.zhao2019 import Passage, Zhao2019
 
 # Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
 # multiplication in every step, and between probes the exponent follows the gradients anyway. With
-# two of them a quantised network skipped a step that it need not have skipped. Where there can be no
-# cut, all but one bit go to gradients that are too small otherwise: torch's scale has no headroom.
+# two of them a quantised network skipped a step that it need not have skipped. Where there can be
+# no cut, all but one go to gradients that are too small otherwise: torch's scale has no headroom.
 SPARED = 1
 
 
