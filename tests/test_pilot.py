@@ -410,3 +410,22 @@ def test_a_module_that_is_not_met_for_long_is_forgotten():
         kept.append("a" in it.offsets)
     assert kept == [True] * 8 + [False] * 3
     assert it.offsets == {"b": 0}
+
+
+def test_overflows_of_steps_before_the_answer_are_judged_by_what_those_ran_at():
+    """A jump that lasts: three steps are lost before the first is answered, and the scale, which
+    the device has lowered three times, is back where it was after the third."""
+    it, exponent, skipped = pilot(), 8, []
+    exponent += it.saw(record(0, exponent), 0, survey(NEAR, FAR))
+    settled, records = exponent, {}
+    for step in range(20, 40):
+        overflow = exponent + it.offsets["a"] - 10 > 15
+        skipped += [step] * overflow
+        records[step] = record(step, exponent, None if overflow else -10, overflow)
+        exponent -= it.backoff * overflow
+        if step >= 22:
+            hit = ["a.weight"] if records[step - 2].overflow else []
+            exponent += it.saw(records[step - 2], step, overflowed=hit)
+    assert skipped == [20, 21, 22]
+    assert exponent == settled
+    assert it.offsets == {"a": 0}

@@ -135,6 +135,8 @@ class Pilot:
         self._in_a_row = 0
         self._peaks: dict[str, list[tuple[int, int | None]]] = {}
         self._offsets: dict[str, int] = {}
+        self._past: tuple[int, dict[str, int]] = (-1, {})
+        """The offsets before these, and the last step that ran at them."""
         self._unmet: dict[str, int] = {}
         """Probes in a row that did not meet a module."""
         self._graph: Graph | None = None
@@ -205,7 +207,7 @@ class Pilot:
             blind: whether the step was to be probed and there was nothing to look at, or no probe
                 can be taken at all.
         """
-        before = record.exponent + self._shifted_since(record.step)
+        before, offsets = record.exponent + self._shifted_since(record.step), self._offsets
         backed_off = record.overflow and not record.bad_loss
         # The scale that is in force now, as far as anybody knows.
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
@@ -228,6 +230,8 @@ class Pilot:
             self._shifts.append((now, target - expected))
         if self.plan is not None and target != self.plan.global_exponent:
             self.plan = self.plan.shifted(target - self.plan.global_exponent)
+        if self._offsets != offsets:
+            self._past = now, offsets
         return target - expected
 
     def _shifted_since(self, step: int) -> int:
@@ -283,21 +287,23 @@ class Pilot:
         forecast: Sequence[int] | None = None,
         passages: Sequence[Passage] = (),
     ) -> Plan:
+        here = record.exponent + self._shifted_since(record.step)
         self.plan = choose(
             graph,
             histograms,
             format=self.format,
             tolerance=self.tolerance,
             headroom=self.headroom,
-            last=self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent),
+            last=self.plan and self.plan.shifted(here - self.plan.global_exponent),
             forecast=forecast,
             rule=self.rule,
             passages=passages,
         )
         if self._one_scale and self.layerwise:
             self.plan = replace(self.plan, reasons=(*self.plan.reasons, self._dropped))
-        for component, offset in zip(self.plan.components, self.plan.offsets, strict=True):
-            self._offsets.update(dict.fromkeys(component.modules, offset))
+        planned = zip(self.plan.components, self.plan.offsets, strict=True)
+        found = {key: offset for component, offset in planned for key in component.modules}
+        self._offsets = {**self._offsets, **found}
         return self.plan
 
     def _forget_unmet(self, graph: Graph) -> None:
@@ -323,6 +329,11 @@ class Pilot:
             "exponent for all until a probe is clean"
         )
 
+    def _offset_at(self, step: int, module: str) -> int:
+        """What a module ran at in a step; the plan may have changed since."""
+        until, past = self._past
+        return (past if step <= until else self._offsets).get(module, 0)
+
     def _note_above(self, record: Record, modules: Collection[str]) -> bool:
         """Counts an overflow against the plan if it was in modules above the loss scale alone.
 
@@ -330,7 +341,7 @@ class Pilot:
             Whether it was one too many, so that exponents of their own are dropped. The next probe,
             which may bring them back, then has time.
         """
-        known = [self._offsets.get(module, 0) for module in modules]
+        known = [self._offset_at(record.step, module) for module in modules]
         if not known or min(known) <= 0:
             return False
         recent = [step for step in self._above if record.step - step < self.interval]
@@ -359,7 +370,7 @@ class Pilot:
         self._graph = self._held(self._graph)
         histograms = [
             Histogram.overflowed(
-                record.exponent + self._offsets.get(_modules(self._graph, [i])[0], 0),
+                record.exponent + self._offset_at(record.step, _modules(self._graph, [i])[0]),
                 component.format or self.format,
             )
             if i in where
@@ -437,6 +448,7 @@ class Pilot:
             "owners": dict(self._owners),
             "offsets": dict(self._offsets),
             "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
+            "past": [self._past[0], dict(self._past[1])],
             "unmet": dict(self._unmet),
             "above": list(self._above),
             "one_scale": self._one_scale,
@@ -463,6 +475,8 @@ class Pilot:
                 str(key): [(int(at), None if p is None else int(p)) for at, p in rows]
                 for key, rows in data["peaks"].items()
             }
+            until, past = data["past"]
+            past = int(until), {str(key): int(offset) for key, offset in past.items()}
             unmet = {str(key): int(probes) for key, probes in data["unmet"].items()}
             above, one_scale = [int(step) for step in data["above"]], bool(data["one_scale"])
             clean = None if data["clean"] is None else int(data["clean"])
@@ -472,7 +486,7 @@ class Pilot:
         self.plan, self._limit, self._in_a_row = plan, limit, in_a_row
         self.next_probe, self._history, self._shifts = next_probe, history, shifts
         self._peaks, self._graph, self._owners = peaks, graph, owners
-        self._offsets, self._unmet, self._above = offsets, unmet, above
+        self._offsets, self._past, self._unmet, self._above = offsets, past, unmet, above
         self._one_scale, self._clean, self._unplanned = one_scale, clean, (probed, wait, met)
 
     def check(self, data: Any) -> None:
