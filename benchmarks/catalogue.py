@@ -158,7 +158,8 @@ def written(name: str, **options: Any) -> Callable[[], nn.Module]:
             drops = "dropout" in key or key in ("layerdrop", "drop_path_rate")
             if drops and isinstance(value, float):
                 setattr(config, key, 0.0)
-        return network(config).float()
+        model: nn.Module = network(config)
+        return model.float()
 
     return make
 

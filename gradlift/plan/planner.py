@@ -235,14 +235,14 @@ def _settle(
         spare = [_narrowed(interval) for interval in usable]
         if settled and len(graph.active(fewest_cuts(graph, spare))) >= cost:
             return kept
-    settled = list(cheapest)
+    chosen = list(cheapest)
     for region in graph.regions(cheapest):
         common, base = _common(usable, cheapest, region), cheapest[region[0]]
         last = [planned.exponent for i in region if (planned := before[i])]
-        chosen = _pick(common, headroom, last)
+        best = _pick(common, headroom, last)
         for i in region:
-            settled[i] = chosen + cheapest[i] - base
-    return settled
+            chosen[i] = best + cheapest[i] - base
+    return chosen
 
 
 def _holds(graph: Graph, usable: Sequence[Interval], kept: Sequence[int], headroom: int) -> bool:
