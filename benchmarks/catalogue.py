@@ -133,7 +133,7 @@ def pixels(rows: int, size: int, chance: torch.Generator) -> Batch:
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of images or pixels; of the main output where there are several."""
-    out = model(batch[0])
+    out: Any = model(batch[0])
     out = out["out"] if isinstance(out, Mapping) and "out" in out else out
     return F.cross_entropy(getattr(out, "logits", out).float(), batch[1])
 
