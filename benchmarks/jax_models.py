@@ -35,7 +35,8 @@ class Block(linen.Module):
         """``x``: shape (rows, length, width), in ``dtype``."""
         mask = linen.make_causal_mask(jnp.ones(x.shape[:2]))
         h = linen.LayerNorm(dtype=self.dtype)(x)
-        x = x + linen.SelfAttention(self.size.heads, dtype=self.dtype)(h, mask)
+        attention = linen.MultiHeadDotProductAttention(self.size.heads, dtype=self.dtype)
+        x = x + attention(h, mask=mask)
         h = linen.LayerNorm(dtype=self.dtype)(x)
         h = linen.gelu(linen.Dense(4 * self.size.width, dtype=self.dtype)(h))
         return x + linen.Dense(self.size.width, dtype=self.dtype)(h), None
