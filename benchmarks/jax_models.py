@@ -69,7 +69,7 @@ def next_token_loss(model: Decoder) -> Any:
     """A loss function of ``(params, tokens)``."""
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = model.apply(params, tokens)
+        logits: Any = model.apply(params, tokens)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
         return jnp.mean(losses)
 

@@ -145,8 +145,9 @@ class _Analyst:
         """Joins what no cut separates; returns the cuts that gradients pass."""
         cuts, seen = [], Counter[str]()
         for node in self.nodes:
-            for name in self._inside(node)[0]:
-                self.neutral[name] = f"it is inside {node.eqn.primitive.name}"
+            if isinstance(node, Step):
+                for name in self._inside(node)[0]:
+                    self.neutral[name] = f"it is inside {node.eqn.primitive.name}"
             name, outs, ins = node.cut, self._inner(node.outs), self._inner(node.ins)
             if name is None:
                 self.sets.join([*ins, *outs])

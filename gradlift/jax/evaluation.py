@@ -157,11 +157,9 @@ class Evaluation:
         """
         keys = [[(node, i) for node in t.walk() for i in range(len(node.ins))] for t in turns]
         table = np.array([[self.place.get(key, -1) for key in row] for row in keys])
-        used = (table >= 0).any(axis=0)
+        used = np.flatnonzero((table >= 0).any(axis=0))
         table = table[:, used]
-        place = {
-            key: at for at, key in enumerate(k for k, u in zip(keys[0], used, strict=True) if u)
-        }
+        place = {keys[0][column]: at for at, column in enumerate(used)}
         arguments = [self.arguments[site] for site in table.max(axis=0)]
         none = np.full((len(turns), 1), -1)
         return np.concatenate([table, none], axis=1), replace(

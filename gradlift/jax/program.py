@@ -148,15 +148,23 @@ def numbers(atoms: Sequence[Any]) -> list[int]:
     return [atom for atom in atoms if isinstance(atom, int)]
 
 
+# What must be known of an equation to run it again.
+_KNOWN = {
+    "scan": {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry"},
+    "cond": {"branches"},
+    "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma"},
+    **dict.fromkeys(CALLS, {"jaxpr"}),
+    **dict.fromkeys(REMAT, {"jaxpr", "policy", "prevent_cse"}),
+}
+
+
 def _opens(eqn: Any) -> bool:
     name, params = eqn.primitive.name, eqn.params
-    known = {
-        "scan": 0 < params.get("length", 0) <= MOST_TURNS,
-        "cond": "branches" in params,
-        "shard_map": {"mesh", "in_specs", "out_specs", "jaxpr"} <= params.keys(),
-    }
-    known |= dict.fromkeys((*CALLS, *REMAT), "jaxpr" in params)
-    return known.get(name, False) and any(name_of(e) is not None for e in inside(eqn))
+    if name not in _KNOWN or not _KNOWN[name] <= params.keys():
+        return False
+    if name == "scan" and not 0 < params["length"] <= MOST_TURNS:
+        return False
+    return any(name_of(e) is not None for e in inside(eqn))
 
 
 class _Flattening:

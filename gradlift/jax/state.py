@@ -247,9 +247,10 @@ def loss_of(value: Any, has_aux: bool) -> Any:
             "with has_aux=True the loss function returns a pair (loss, aux), got "
             f"{type(value).__name__}: return such a pair, or leave has_aux out"
         )
-    loss = value[0] if has_aux else value
+    loss: Any = value[0] if has_aux else value
     if jax.tree.structure(loss) != jax.tree.structure(0) or jnp.shape(loss):
-        found = f"an array of shape {jnp.shape(loss)}" if hasattr(loss, "shape") else repr(loss)
+        array = hasattr(loss, "shape")
+        found = f"an array of shape {loss.shape}" if array else type(loss).__name__
         aux = "" if has_aux or not pair else "; for a pair (loss, aux) pass has_aux=True"
         raise ValueError(f"the loss function must return a scalar loss, got {found}{aux}")
     return loss
