@@ -22,7 +22,7 @@ from jax.extend import core
 
 from gradlift.jax.axes import vary, varying
 from gradlift.jax.components import Analysis, Node
-from gradlift.jax.program import REMAT, Program, Step
+from gradlift.jax.program import REMAT, Program, Step, kind
 from gradlift.jax.state import at_least_float32
 from gradlift.plan.histogram import BINS
 
@@ -86,7 +86,7 @@ class Evaluation:
             return ins
         if not step.inside:
             return _equation(step.eqn, ins)
-        name = step.eqn.primitive.name
+        name = kind(step.eqn)[0]
         if name in REMAT:
             return self._remat(step, ins)
         return {"scan": self._scan, "cond": self._cond, "shard_map": self._shard_map}[name](
@@ -94,7 +94,7 @@ class Evaluation:
         )
 
     def _remat(self, step: Step, ins: list[Any]) -> Sequence[Any]:
-        params = step.eqn.params
+        params = kind(step.eqn)[1]
         again = jax.checkpoint(
             lambda *values: self.run(step.inside[0], values),
             policy=params["policy"],
