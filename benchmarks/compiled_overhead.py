@@ -85,7 +85,7 @@ def build_trainer(model: GPT, variant: str, backend: str) -> Trainer:
 def cut_every_block(trainer: Trainer, batches: Sequence[Batch], layers: int) -> None:
     """Gives the second half of each block's network an exponent of its own, and compiles that."""
     scaler = trainer.adaptive
-    engine = scaler._engine
+    engine = scaler._controller.engine
     wanted = {f"blocks.{i}.network_out" for i in range(layers)}
     active = [f"blocks.{i}.{name}" for i in range(layers) for name in ("network_out", "network_in")]
     offsets = {
@@ -94,7 +94,7 @@ def cut_every_block(trainer: Trainer, batches: Sequence[Batch], layers: int) -> 
         for key in component.modules
     }
     # From now on nothing that the run shows changes them.
-    scaler._follow = lambda: None  # type: ignore[method-assign]
+    scaler._controller._follow = lambda: None  # type: ignore[method-assign]
     engine.follow(offsets, active)
     trainer.step(batches)
     probe(trainer, batches)
@@ -104,7 +104,7 @@ def cut_every_block(trainer: Trainer, batches: Sequence[Batch], layers: int) -> 
 
 def probe(trainer: Trainer, batches: Sequence[Batch]) -> Any:
     """Makes the next step a probe; the graph that it saw."""
-    engine, taken = trainer.adaptive._engine, []
+    engine, taken = trainer.adaptive._controller.engine, []
     take = engine.take
     engine.probe()
     engine.take = lambda: taken.append(take()) or None  # type: ignore[method-assign]
@@ -129,12 +129,12 @@ def measure(workload: Workload, device: torch.device) -> Result:
     cut_every_block(trainers["cuts"], batches, workload.size.layers)
     gc.collect()
     timings = turns.take_turns(trainers, batches, workload.block, workload.rounds, device)
-    assert not scalers[0]._engine.active, "no cut was to be active here"
+    assert not scalers[0]._controller.engine.active, "no cut was to be active here"
     result = Result(
         workload,
         timings,
         turns.compare_all(timings, RATIOS),
-        len(scalers[1]._engine.active),
+        len(scalers[1]._controller.engine.active),
         counters["stats"]["unique_graphs"],
         skips(trainers),
     )

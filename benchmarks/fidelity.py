@@ -63,8 +63,8 @@ class Outcome:
     """log2 of the loss scale, by way."""
     cuts: int
     saved: dict[str, float]
-    """By the name of a cut, the largest error without the region behind it, and the parameters
-    that it keeps from being off."""
+    """By the first part of a region between cuts, the largest error of a parameter if it shared
+    the exponent of the neighbour that serves it best."""
     worse: list[str]
     idle: list[str]
     probes: int
@@ -156,7 +156,7 @@ def train(network: Network, model: nn.Module, batches: Sequence[Batch], steps: i
 
 
 def joined(graph: Graph, plan: Plan) -> Iterator[tuple[str, dict[str, int]]]:
-    """Every region at the exponent of each of its neighbours: a cut between them, offsets by key."""
+    """Every region at the exponent of each of its neighbours: its name, and offsets by key."""
     regions = graph.regions(plan.exponents)
     home = {component: number for number, region in enumerate(regions) for component in region}
     tried = set()
@@ -168,7 +168,7 @@ def joined(graph: Graph, plan: Plan) -> Iterator[tuple[str, dict[str, int]]]:
             offsets = list(plan.offsets)
             for component in regions[home[here]]:
                 offsets[component] = plan.offsets[there]
-            yield cut.name, _by_key(graph, offsets)
+            yield graph.components[regions[home[here]][0]].name, _by_key(graph, offsets)
 
 
 def _by_key(graph: Graph, offsets: Sequence[int]) -> dict[str, int]:
@@ -184,7 +184,7 @@ def look_at_cuts(
     true: Mapping[str, Tensor],
     layers: Errors,
 ) -> tuple[dict[str, float], list[str]]:
-    """What each cut saves, and the cuts that save nothing."""
+    """What each region's cuts save, and the regions whose cuts save nothing."""
     plan, graph, engine = scaler.plan, scaler._pilot._graph, scaler._engine
     assert plan is not None and graph is not None
     saved: dict[str, float] = {}

@@ -39,7 +39,7 @@ from benchmarks.turns import Ratio, rotate
 from benchmarks.turns import compare as compare_rounds
 from gradlift.torch import GradScaler
 from gradlift.torch.two_pass.master_weights import MasterWeights
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 SCALE = 2.0**16
 MAX_NORM = 1.0
@@ -252,7 +252,7 @@ class Gradlift:
         self._run()
         if self.scaler.slow_step_reason is not None:
             return None
-        phase = Phase.of(self.optimizer)
+        phase = TwoPassStep.of(self.optimizer)
 
         def measure() -> None:
             phase.measure(self._scale, self._clean, amax=False)

@@ -95,7 +95,7 @@ def take_turns(
 
 def hold_probes(scaler: AdaptiveGradScaler) -> None:
     """No probe of its own from now on."""
-    scaler._pilot.next_probe = 2**40
+    scaler._controller.pilot.next_probe = 2**40
 
 
 def time_probes(
@@ -122,7 +122,7 @@ def time_probes(
         # Which comes first changes, so that a drifting clock favours neither.
         for probed in (False, True) if number % 2 else (True, False):
             if probed:
-                scaler._engine.probe()
+                scaler._controller.engine.probe()
             taken[probed], _ = time_block(trainer, batches, block, device)
             hold_probes(scaler)
         costs.append((taken[True] - taken[False]) * block)

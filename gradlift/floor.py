@@ -7,13 +7,39 @@ framework knows best when it may wait for the device.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from gradlift.policy import Policy
 
 
+def act(
+    on_floor: str | Callable[[Any], object],
+    message: Callable[[], str],
+    subject: Any,
+    warn: Callable[[str], None],
+) -> None:
+    """Do what ``on_floor`` asks: ``"hold"`` nothing, ``"warn"``, ``"raise"``, or call it.
+
+    Args:
+        on_floor: of the policy in force.
+        message: what to say, asked for only if it is said.
+        subject: what a callable ``on_floor`` gets.
+        warn: how to warn.
+
+    Raises:
+        FloatingPointError: with ``on_floor="raise"``.
+    """
+    if callable(on_floor):
+        on_floor(subject)
+    elif on_floor == "raise":
+        raise FloatingPointError(message())
+    elif on_floor == "warn":
+        warn(message())
+
+
 def react(policy: Policy, scale: float, finite: bool, subject: Any) -> None:
-    """Do what ``policy.on_floor`` asks after a step that overflowed at the floor.
+    """``act`` after a step that overflowed at the floor.
 
     Args:
         policy: the policy in force.
@@ -24,15 +50,14 @@ def react(policy: Policy, scale: float, finite: bool, subject: Any) -> None:
     Raises:
         FloatingPointError: with ``on_floor="raise"``.
     """
-    if finite or scale > policy.min_scale or policy.on_floor == "hold":
+    if finite or scale > policy.min_scale:
         return
     message = (
         f"the gradients overflowed at the smallest scale allowed, min_scale={policy.min_scale!r}: "
         "look for what makes them infinite or NaN, or lower min_scale"
     )
-    if callable(policy.on_floor):
-        policy.on_floor(subject)
-    elif policy.on_floor == "raise":
-        raise FloatingPointError(message)
-    else:
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    act(policy.on_floor, lambda: message, subject, _warn)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

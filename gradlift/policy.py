@@ -217,6 +217,22 @@ _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, "on_floor
 
 Policy = Static | Dynamic
 
+# What the rule goes by, in the order in which kernels and messages hold it.
+RULE_FIELDS = (
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_scale",
+    "max_scale",
+)
+
+
+def numbers(policy: Policy) -> tuple[float, ...]:
+    """The values of ``RULE_FIELDS``."""
+    return tuple(getattr(policy, name) for name in RULE_FIELDS)
+
 
 def ternary(condition: Any, if_true: Any, if_false: Any) -> Any:
     """``where`` for Python numbers."""

@@ -95,7 +95,7 @@ def whole_run(case, rank, folder):
     for step in range(STEPS):
         steps.append(run.step())
         if OVERFLOW < step < STEPS - AFTER:
-            under_way = any(pending.unshared for pending in run.scaler._pending)
+            under_way = any(pending.unshared for pending in run.scaler._controller.pending)
             saved.setdefault("probe" if under_way else "quiet", step)
         if step in saved.values():
             run.save(folder / case / str(step))

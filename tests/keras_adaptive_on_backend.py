@@ -8,6 +8,8 @@
 import csv
 import math
 import random
+import re
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -152,8 +154,7 @@ def test_gradients_that_grow_overflow_nothing():
     for size in sizes:
         adaptive(size)
         dynamic(size)
-    assert adaptive.skips == 0
-    assert dynamic.skips > 5
+    assert (adaptive.skips, dynamic.skips) == (0, 6)
     # Within the room it keeps for what comes next, and no further below.
     assert 2.0**9 < adaptive.scale * sizes[-1] < 2.0**14
 
@@ -450,3 +451,18 @@ class TestReplicas:
         for losses in ([1.0, np.nan], [np.nan, 1.0]):
             assert self.run(policy, losses, [1.0, 1.0]) == [8.0, 8.0]
         assert self.run(policy, [1.0, 1.0], [1.0, np.inf]) == [4.0, 4.0]
+
+
+def test_the_page_runs_as_printed(capsys):
+    """Block after block in one namespace; a first line that names a backend is for it alone."""
+    page = (Path(__file__).parent.parent / "docs" / "keras.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names, ran = {alias: globals()[alias] for alias in ("tf", "torch") if alias in globals()}, 0
+    for block in blocks:
+        only = re.match(r"# (tensorflow|jax|torch)\n", block)
+        if only is None or only[1] == BACKEND:
+            exec(compile(block, "<docs/keras.md>", "exec"), names)
+            ran += 1
+    assert ran >= 4
+    assert re.search(r"- loss_scale: \d+ - skipped_steps: \d+ *\n", capsys.readouterr().out)
+    assert type(names["model"].optimizer) is LossScaleOptimizer

@@ -102,7 +102,7 @@ def odd_run(kind, rule, rank):
         loss_of(reference(x, **arguments), kind == "unused").backward()
         scaler.scale(loss_of(outer(x, **arguments), kind == "unused")).backward()
         seen["exact"].append(same_gradients(model, plain, scaler.get_scale()))
-        seen["active"].append(len(scaler._engine.active))
+        seen["active"].append(len(scaler._controller.engine.active))
         seen["neutral"].append(scaler.neutral)
         if kind == "eval" and odd:
             loss_of(model(x, twice=(0,), branch="right"))

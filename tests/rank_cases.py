@@ -136,7 +136,7 @@ def plain_parameters_imply_nobody() -> None:
     with counting() as sizes:
         scaler.step(sgd([weight]), max_norm=1.0)
         scaler.update()
-    assert scaler._ranks is None
+    assert scaler._agreement.ranks is None
     assert sizes == []
 
 
@@ -151,7 +151,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer, max_norm=max_norm)
             scaler.update()
-        assert scaler._ranks.size == 2
+        assert scaler._agreement.ranks.size == 2
         assert sizes == [2 * 11 * 8]
 
 
@@ -159,7 +159,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
 def a_ddp_wrapper_implies_its_group() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     scaler = scaler_of(model=model)
-    assert scaler._ranks.members == (0, 1)
+    assert scaler._agreement.ranks.members == (0, 1)
     optimizer = sgd(list(model.parameters()))
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     if on_first(1):
@@ -193,7 +193,7 @@ def a_slice_of_a_mesh_implies_the_whole_mesh() -> None:
         scaler.step(sgd([weight]))
         scaler.update()
     assert len(sizes) == 1
-    assert scaler._ranks.members == (0, 1, 2, 3)
+    assert scaler._agreement.ranks.members == (0, 1, 2, 3)
     assert scaler.get_scale() == 4.0
 
 
@@ -207,7 +207,7 @@ def a_mesh_of_a_part_of_the_job_is_reduced_along_its_dimensions() -> None:
         weight.grad[0] = math.nan  # type: ignore[index]
     scaler.step(sgd([weight]), max_norm=math.inf)
     scaler.update()
-    assert len(scaler._ranks.groups) == 2
+    assert len(scaler._agreement.ranks.groups) == 2
     assert everyone(scaler.get_scale()) == [4.0, 4.0, 8.0, 8.0]
 
 

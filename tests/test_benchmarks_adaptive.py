@@ -154,7 +154,7 @@ def test_timed_blocks_have_no_probe_and_probed_blocks_have_one():
     trainer = adaptive_overhead.build_trainer(build_gpt(GPT_TINY, CPU), "adaptive")
     batches = random_batches(GPT_TINY, 2, 2, CPU)
     adaptive_overhead.settle({"adaptive": trainer}, batches, CPU)
-    taken, engine = [], trainer.adaptive._engine
+    taken, engine = [], trainer.adaptive._controller.engine
     take = engine.take
     engine.take = lambda: taken.append(take()) or taken[-1]
     for _ in range(adaptive_overhead.DEFAULT_INTERVAL + 10):

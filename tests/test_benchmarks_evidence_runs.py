@@ -222,15 +222,15 @@ def test_minutes_that_do_not_reach_begin_nothing(tmp_path: Path, monkeypatch: py
 class Inline:
     """A worker in this process."""
 
-    def __init__(self, device: torch.device, out: Path, threads: int) -> None:
+    def __init__(self, device: torch.device, records: Path | None, threads: int) -> None:
         import multiprocessing
 
         self.pipe, self._other = multiprocessing.Pipe()
-        self.device, self.out, self.job = device, out, None
+        self.device, self.records, self.job = device, records, None
 
     def begin(self, job: Job) -> None:
         self.job = job
-        self._other.send(workers.perform(job, self.device, self.out))
+        self._other.send(workers.perform(job, self.device, self.records))
 
     def result(self) -> dict[str, object]:
         return self.pipe.recv()
@@ -242,16 +242,15 @@ class Inline:
 
 def test_processes_side_by_side_and_one_that_fails(tmp_path: Path):
     side = workers.Side(2, CPU, tmp_path)
-    (tmp_path / "records").mkdir()
     job = Job("deep_tanh-digits", "adaptive", 0, 3, True)
     wrong = Job("deep_tanh-digits", "no such way", 0, 3, True)
     asked = plan(pairs=[], ways=[], small=True)
     asked.jobs = lambda: [job, wrong]  # type: ignore[method-assign]
-    run.run(asked, side, 5.0, [], {"commit": "none"})
+    run.run(asked, side, tmp_path / "runs.jsonl", 5.0, [], {"commit": "none"})
     rows = {row["way"]: row for row in load(tmp_path / "runs.jsonl")}
     assert rows["adaptive"]["record"] == f"{job.name}.jsonl"
-    assert (tmp_path / "records" / f"{job.name}.jsonl").exists()
-    assert "error" in rows["no such way"]
+    assert (tmp_path / f"{job.name}.jsonl").exists()
+    assert rows["no such way"]["error"].startswith("ValueError: there is no way 'no such way'")
     assert asked.failed == {wrong}
 
 

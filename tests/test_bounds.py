@@ -48,8 +48,8 @@ def test_nothing_but_zeros_asks_for_nothing_and_helps_only_higher_up():
     found = look({}, zeros=100, exponent=8)
     assert found.unseen == ONLY_ZEROS
     assert found.usable == Interval(-24, MAX_EXPONENT)
-    assert not found.helps(8)
-    assert found.helps(9)
+    assert not found.helps(10)
+    assert found.helps(11)
 
 
 def test_an_upper_end_is_raised_out_of_what_is_reserved_first():

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlift.torch import GradScaler
-from gradlift.torch.ranks.uneven_inputs import UnevenInputs
+from gradlift.torch.uneven_inputs import UnevenInputs
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not dist.is_gloo_available(), reason="needs gloo"

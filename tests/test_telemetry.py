@@ -26,7 +26,7 @@ from gradlift.report import records as telemetry
 from gradlift.report.record_file import JsonlWriter
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
 from gradlift.torch import AdaptiveGradScaler, GradScaler
-from gradlift.torch.step.overflow_report import OverflowLog
+from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.recorder import Recorder
 
 NAMES = st.text(st.characters(), max_size=30)
@@ -288,7 +288,7 @@ def test_rows_that_travel_in_batches_tell_the_same(tmp_path: Path):
     for batch in (1, 8):
         model, kept = make_model(), Kept()
         scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2, model=model)
-        recorder = Recorder(kept, batch=batch)
+        recorder = Recorder(kept, scaler._overflows, batch=batch)
         scaler._recorders = (recorder,)
         train(scaler, model, steps, max_norm=1.0)
         assert kept.writes == len(steps) // batch
@@ -434,7 +434,7 @@ def test_the_benchmark_of_recording_runs(tmp_path: Path):
 def test_an_inf_counted_on_the_device_is_told_from_nans_and_from_older_ones():
     """The GPU's counts, laid out by hand: cells hold the step above bit 40, the count below."""
     pytest.importorskip("triton")
-    log, updates = OverflowLog(None), torch.tensor(6, dtype=torch.int32)
+    log, updates = OverflowReport(None), torch.tensor(6, dtype=torch.int32)
     assert log.held_inf(updates) is None
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))], 0.1)
     for step, infs, held in ((7, 3, 1.0), (7, 0, 0.0), (6, 3, 0.0)):

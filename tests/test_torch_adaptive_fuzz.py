@@ -130,7 +130,7 @@ def run(seed, steps, tally):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = AdaptiveGradScaler(model, "cpu")
-    scaler._pilot = Chaos(scaler._pilot, draw)
+    scaler._controller.pilot = Chaos(scaler._controller.pilot, draw)
     for _ in range(steps):
         optimizer.zero_grad()
         model.middle = None
@@ -139,7 +139,7 @@ def run(seed, steps, tally):
         for batch in batches:
             disturb(scaler, model, draw)
             backward(scaler, model, batch, draw)
-            tally["active"] += bool(scaler._engine.active)
+            tally["active"] += bool(scaler._controller.engine.active)
             tally["passes"] += 1
         same(model, truth, scaler.get_scale())
         scaler.step(optimizer)

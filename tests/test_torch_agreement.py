@@ -43,7 +43,7 @@ def test_what_differs_skips_the_step_and_keeps_the_scale(column: str) -> None:
     verdict = message.decide(table, measured=False)
     assert verdict.disputed
     assert float(verdict.found_inf) == float(verdict.bad_loss) == 1.0
-    told = message.explain(table.tolist(), RANKS)
+    told = message.difference(table.tolist(), RANKS)
     assert "4 on rank 8, 2 on ranks 3, 5" in told
 
 
@@ -73,7 +73,7 @@ def test_every_element_counts_once(columns: dict[str, list[float]], square: floa
 def test_copies_that_differ_are_disputed(columns: dict[str, list[float]]) -> None:
     table = rows(**columns)
     assert message.decide(table, measured=True).disputed
-    assert "mark_own" in message.explain(table.tolist(), RANKS)
+    assert "mark_own" in message.difference(table.tolist(), RANKS)
     assert not message.decide(table, measured=False).disputed
 
 
@@ -93,10 +93,10 @@ def test_a_dispute_seen_late_is_told_at_the_update() -> None:
     scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([weight], lr=0.1)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
-    scaler._ranks, scaler._evidence = RANKS, rows(SCALE=[8, 8, 16])
+    scaler._agreement.ranks, scaler._agreement.evidence = RANKS, rows(SCALE=[8, 8, 16])
     with pytest.raises(RuntimeError, match="16 on rank 8"):
         scaler.update()
-    assert scaler._evidence is None
+    assert scaler._agreement.evidence is None
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_without_compilation_the_plan_has_cuts():
 def test_a_float16_tensor_that_crosses_a_graph_break_is_planned_at_the_loss_scale():
     scaler = check_settles(torch.compile(Growing(breaks=True), backend=BACKEND), most=5)
     assert scaler.plan.active, "and the parts on both sides still have exponents of their own"
-    offsets = scaler._pilot.offsets
+    offsets = scaler._controller.pilot.offsets
     assert offsets["c"] == 0
     assert all(offsets[name] for name in "abd")
     scaler.close()

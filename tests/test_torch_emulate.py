@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradlift.formats import get, round_to
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive.emulate import round_nearest, round_stochastic
+from gradlift.torch.adaptive.emulate import Emulation, round_nearest, round_stochastic
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
@@ -183,13 +183,14 @@ def test_the_order_does_not_depend_on_who_came_first():
     found = []
     for pin_first in (True, False):
         scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=2.0**4)
-        scaler._engine.take()
-        assert not scaler._engine.watching
+        scaler._controller.engine.take()
+        assert not scaler._controller.engine.watching
         hooks = list(torch_module._global_forward_hooks)
         if pin_first:
-            scaler._emulation.close()
+            scaler._controller.emulation.close()
             scaler.pin({"first": 9})
-            scaler._emulation = scaler._build_emulation()
+            controller = scaler._controller
+            controller.emulation = Emulation(controller.engine, controller.pilot.format, True)
         else:
             scaler.pin({"first": 9})
         order = [key for key in torch_module._global_forward_hooks if key not in hooks]
@@ -265,7 +266,7 @@ def test_other_layers_and_other_models_are_not_rounded():
     for layer in (model, other):
         found = gradients(layer, weighted, None, x, weights)
         assert torch.equal(found["bias"], weights.sum(0))
-    assert not scaler._emulation.seen
+    assert not scaler._controller.emulation.seen
 
 
 def test_a_layer_added_later_is_rounded():
@@ -600,7 +601,7 @@ def test_nothing_is_left_when_it_is_closed_dropped_or_disabled():
     assert forward_hooks() == before
     scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True)
     gradients(model, weighted, scaler, x, weights)
-    gone = weakref.ref(scaler._emulation)
+    gone = weakref.ref(scaler._controller.emulation)
     del scaler
     gc.collect()
     assert gone() is None
@@ -644,7 +645,7 @@ def test_pickled_and_copied_scalers_round_too():
     scaler = rounding(model, emulate="nearest", init_scale=1.0)
     expected = gradients(model, weighted, scaler, x, weights)
     for again in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        twin = again._engine.model
+        twin = again._controller.engine.model
         assert twin is not model
         found = gradients(twin, weighted, again, x, weights)
         assert all(torch.equal(found[name], expected[name]) for name in expected)

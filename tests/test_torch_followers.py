@@ -75,7 +75,7 @@ def test_pending_skips_survive_a_checkpoint():
     state = scaler.state_dict()
     state["gradlift"]["scheduler_flags"] = [[True, False]]
     scaler.load_state_dict(state)
-    assert scaler._loaded_clocks == [[True, False]]
+    assert scaler._clocks.pending() == [[True, False]]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -84,7 +84,7 @@ def test_a_flag_found_late_does_not_stay_for_good():
     scaler.unscale_(optimizer)  # before there is a gradient
     p.grad = torch.tensor([math.inf])
     scaler.step(optimizer, max_norm=1.0)
-    assert scaler._zero.item() == 0.0
+    assert scaler._device_scale.zero.item() == 0.0
 
 
 def test_each_scheduler_follows_its_own_optimizer():

@@ -293,7 +293,7 @@ def test_where_one_exponent_serves_no_cut_is_active_and_the_plan_says_so(build: 
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert scaler._engine.active == ()
+        assert scaler._controller.engine.active == ()
         assert scaler.plan is None or not scaler.plan.active
     assert scaler.skipped_steps == 0
     assert scaler.plan.one_exponent_serves

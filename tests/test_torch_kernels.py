@@ -70,16 +70,16 @@ def test_dense_means_one_stretch_each_element_once() -> None:
 def test_every_element_is_in_exactly_one_chunk() -> None:
     numels = [0, 1, 7, 8, 9, 100, 0]
     table = Table(numels, ["a", "b", "a", "b", "a", "b", "b"], torch.device("cpu"))
-    cut = table.cut(8)
+    chunks = table.chunks(8)
     seen: dict[int, list[int]] = {}
-    for row, place in cut.entries.tolist():
+    for row, place in chunks.entries.tolist():
         seen.setdefault(row, []).append(place)
     assert seen == {row: list(range(-(-numel // 8))) for row, numel in enumerate(numels) if numel}
-    for row, (first, count) in enumerate(cut.spans.tolist()):
-        assert cut.entries[first : first + count, 0].tolist() == [row] * count
-    rows = {key: set(cut.entries[part, 0].tolist()) for key, part in cut.parts.items()}
+    for row, (first, count) in enumerate(chunks.spans.tolist()):
+        assert chunks.entries[first : first + count, 0].tolist() == [row] * count
+    rows = {key: set(chunks.entries[part, 0].tolist()) for key, part in chunks.parts.items()}
     assert rows == {"a": {2, 4}, "b": {1, 3, 5}}
-    assert table.cut(8) is cut
+    assert table.chunks(8) is chunks
 
 
 def test_a_table_is_kept_while_it_fits_and_follows_moved_gradients() -> None:
@@ -181,12 +181,10 @@ def test_mixed_dtypes_are_counted_each_in_its_row(backend: Any) -> None:
 
 
 def measured(
-    backend: Any, grads: list[Tensor | None], scale: float = 1.0, exponents: Tensor | None = None
+    backend: Any, grads: list[Tensor | None], scale: float = 1.0
 ) -> tuple[float, list[float], list[float], float]:
     found_inf = torch.zeros((), device=DEVICE)
-    found = backend.measure(
-        grad_table(grads), torch.tensor(scale, device=DEVICE), found_inf, exponents
-    )
+    found = backend.measure(grad_table(grads), torch.tensor(scale, device=DEVICE), found_inf)
     assert found.norm.dtype == torch.float32
     assert found.norm.shape == ()
     assert found.amax is not None
@@ -247,15 +245,6 @@ def test_a_set_found_inf_is_left_set(backend: Any) -> None:
     grads = [torch.ones(3, device=DEVICE)]
     backend.measure(grad_table(grads), torch.ones((), device=DEVICE), found_inf)
     assert float(found_inf) == 1.0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_exponents_per_row_are_taken_out_of_the_norm(backend: Any) -> None:
-    true = [torch.randn(3000, device=DEVICE), torch.randn(20, device=DEVICE)]
-    exponents = torch.tensor([30, -17], dtype=torch.int32, device=DEVICE)
-    stored: list[Tensor | None] = [true[0] * 2.0**40, true[1] * 2.0**-7]
-    norm = measured(backend, stored, 2.0**10, exponents)[0]
-    assert norm == pytest.approx(true_norm(list(true)), rel=1e-6)
 
 
 def test_measure_gives_the_same_bits_every_time() -> None:
@@ -351,7 +340,6 @@ def run_update(
     found_inf: float = 0.0,
     norm: float = 1.0,
     max_norm: float = math.inf,
-    exponents: Tensor | None = None,
 ) -> None:
     rows = grad_table(grads)
     backend.update(
@@ -362,7 +350,6 @@ def run_update(
         torch.tensor(found_inf, device=DEVICE),
         torch.tensor(norm, device=DEVICE),
         max_norm,
-        exponents,
     )
 
 
@@ -498,20 +485,6 @@ def test_extreme_scales_are_taken_out_exactly(backend: Any, scale: float) -> Non
     numbers = hypers(rule, lr=1.0, weight_decay=0.0)
     run_update(backend, [slot], rule, grads, numbers, scale=scale, norm=0.75, max_norm=0.75)
     torch.testing.assert_close(param, torch.full_like(param, -0.25), rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_exponents_per_row_are_taken_out_of_the_update(backend: Any) -> None:
-    rule = Rule("sgd")
-    slots = [slot_of(torch.zeros(n, device=DEVICE), rule, torch.float32, None) for n in (3000, 20)]
-    grads: list[Tensor | None] = [
-        torch.full_like(s.param, 2.0**k) for s, k in zip(slots, (40, 1), strict=True)
-    ]
-    exponents = torch.tensor([30, -9], dtype=torch.int32, device=DEVICE)
-    numbers = hypers(rule, lr=1.0, weight_decay=0.0)
-    run_update(backend, slots, rule, grads, numbers, scale=2.0**10, exponents=exponents)
-    for slot in slots:
-        assert torch.equal(slot.param, torch.full_like(slot.param, -1.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

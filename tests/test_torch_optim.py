@@ -20,7 +20,7 @@ from gradlift.torch.kernels import check_pass
 from gradlift.torch.step.grads import host_norms
 from gradlift.torch.two_pass import reference
 from gradlift.torch.two_pass.master_weights import MasterWeights
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
 if torch.cuda.is_available():
@@ -58,7 +58,7 @@ def phase_step(
     optimizer: Optimizer, scale: float, max_norm: float, backend: Any = None
 ) -> tuple[float, float]:
     """Take a step in two passes; return norm and found_inf."""
-    phase = Phase.of(optimizer)
+    phase = TwoPassStep.of(optimizer)
     assert phase.gather() is None
     if backend is not None:
         phase._backend = backend
@@ -297,7 +297,7 @@ def test_scale_in_a_device_tensor_lr_is_followed_without_new_tables() -> None:
 def test_tables_are_kept_and_follow_what_moves() -> None:
     params = params_of()
     optimizer = AdamW(params)
-    phase = Phase.of(optimizer)
+    phase = TwoPassStep.of(optimizer)
     set_grads(params, 0, 1.0)
     phase_step(optimizer, 1.0, 1.0)
     table, grads = phase._table, phase._grads
@@ -408,7 +408,7 @@ def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p) if grad is None else grad
-        return Phase.of(optimizer).gather()
+        return TwoPassStep.of(optimizer).gather()
 
     def param(**options: Any) -> nn.Parameter:
         return nn.Parameter(torch.zeros(4, 4, device=DEVICE, **options))
@@ -425,7 +425,7 @@ def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
     patched.step = lambda closure=None: None  # pyright: ignore
     assert "replaced" in str(reason(patched))
     empty = SGD([param()])
-    assert Phase.of(empty).gather() == "there are no gradients"
+    assert TwoPassStep.of(empty).gather() == "there are no gradients"
 
 
 def test_model_turned_half_behind_the_optimizer_is_refused() -> None:
@@ -433,11 +433,11 @@ def test_model_turned_half_behind_the_optimizer_is_refused() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    assert Phase.of(optimizer).gather() is None
+    assert TwoPassStep.of(optimizer).gather() is None
     model.half()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    assert "float16" in str(Phase.of(optimizer).gather())
+    assert "float16" in str(TwoPassStep.of(optimizer).gather())
 
 
 # MasterWeights ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from gradlift.torch.two_pass.master_weights import MasterWeights
 from gradlift.torch.two_pass.tables import grad_table
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ class Step:
         self.max_norm = max_norm
 
     def __call__(self) -> None:
-        phase = Phase.of(self.optimizer)
+        phase = TwoPassStep.of(self.optimizer)
         reason = phase.gather()
         assert reason is None, reason
         self.found_inf.zero_()

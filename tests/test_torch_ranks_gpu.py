@@ -122,10 +122,10 @@ def test_a_dispute_is_told_within_fifty_steps() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     scaler = GradScaler("cuda", init_scale=2.0**10, process_group=dist.group.WORLD)
     one_step(scaler, optimizer, model, None, bad=False)
-    scaler._ranks = Ranks((dist.group.WORLD,), (0, 1), 0)
+    scaler._agreement.ranks = Ranks((dist.group.WORLD,), (0, 1), 0)
     rows = torch.zeros(2, message.COLUMNS, dtype=torch.float64, device="cuda")
     rows[:, message.SCALE] = torch.tensor([8.0, 16.0], device="cuda", dtype=torch.float64)
-    verdict = scaler._heed_verdict(message.decide(rows, measured=False))
+    verdict = scaler._agreement.heed(message.decide(rows, measured=False))
     assert float(verdict.found_inf) == float(verdict.bad_loss) == 1.0
     found = {torch.device("cuda", 0): verdict.found_inf}
 

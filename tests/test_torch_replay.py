@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler, CapturedStep, adaptive_scaler
+from gradlift.torch.adaptive import controller
 from gradlift.torch.ranks import message
 from gradlift.torch.ranks.groups import Ranks
 
@@ -55,7 +56,8 @@ def capture(monkeypatch):
 
     def run(trainer):
         with monkeypatch.context() as patch:
-            patch.setattr(adaptive_scaler, "capturing", lambda device: True)
+            for module in (adaptive_scaler, controller):
+                patch.setattr(module, "capturing", lambda device: True)
             trainer.step()
 
     return run
@@ -98,7 +100,7 @@ def test_the_host_catches_up_after_replays_and_the_next_probe_comes_in_time(capt
     assert twin.scaler.probing
     trainer.step()
     assert not trainer.scaler.probing
-    assert trainer.scaler._step_number == twin.scaler._step_number + 1
+    assert trainer.scaler._controller.step_number == twin.scaler._controller.step_number + 1
     trainer.scaler.close()
     twin.scaler.close()
 
@@ -109,7 +111,7 @@ def test_a_captured_step_is_heard_of(capture):
     trainer.factor.fill_(1e30)
     before = trainer.scaler.get_scale()
     capture(trainer)
-    for _ in range(adaptive_scaler.DELAY + 1):
+    for _ in range(controller.DELAY + 1):
         assert trainer.scaler.replayable
         trainer.scaler.replayed()
     assert trainer.scaler.probing, "an overflow asks for a probe"
@@ -122,9 +124,9 @@ def test_ranks_that_differ_are_told_of_after_replays_too(capture):
     trainer = settled()
     capture(trainer)
     scaler = trainer.scaler
-    scaler._ranks = Ranks((None,), (0, 1), 0)
-    scaler._evidence = torch.zeros(2, message.COLUMNS)
-    scaler._evidence[1, message.SCALE] = 8.0
+    scaler._agreement.ranks = Ranks((None,), (0, 1), 0)
+    scaler._agreement.evidence = torch.zeros(2, message.COLUMNS)
+    scaler._agreement.evidence[1, message.SCALE] = 8.0
     with pytest.raises(RuntimeError, match="the scale differs between ranks"):
         scaler.replayed()
     scaler.close()
@@ -154,11 +156,11 @@ def test_a_closed_scaler_keeps_its_captured_step(capture):
     assert not trainer.scaler.replayable
     capture(trainer)
     twin.step()
-    steps = trainer.scaler._step_number
+    steps = trainer.scaler._controller.step_number
     for _ in range(5):
         assert trainer.scaler.replayable
         trainer.scaler.replayed()
-    assert trainer.scaler._step_number == steps, "nothing is looked for any more"
+    assert trainer.scaler._controller.step_number == steps, "nothing is looked for any more"
     assert trainer.scaler.state_dict() == twin.scaler.state_dict()
     trainer.scaler.set_growth_interval(7)
     assert not trainer.scaler.replayable, "the number is in the graph"
@@ -173,7 +175,7 @@ def test_a_scaler_that_is_not_enabled_never_makes_a_step_stale():
 
 
 def seeds(scaler):
-    rounding = scaler._emulation._rounding
+    rounding = scaler._controller.emulation._rounding
     return [generator.initial_seed() for generator in rounding._generators.values()]
 
 
@@ -182,7 +184,7 @@ def test_each_replay_has_the_random_numbers_of_its_step(capture):
     options = {"format": "float8_e4m3fn", "emulate": "stochastic", "interval": 20}
     trainer, twin = settled(**options), settled(**options)
     # Early on probes come close together.
-    while trainer.scaler._pilot.next_probe < trainer.scaler._step_number + 6:
+    while trainer.scaler._controller.pilot.next_probe < trainer.scaler._controller.step_number + 6:
         trainer.step()
         twin.step()
     capture(trainer)

@@ -38,7 +38,7 @@ def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
     programs = 2
     largest = torch.full((programs,), math.nan, device=at)
     dtype = scalars.DTYPES[gradients[0].dtype]
-    launch = scalars.Launch(scalars.judge, at, programs, 4, (True, True, dtype, chunk))
+    launch = scalars.Launch(scalars.count_overflows, at, programs, 4, (True, True, dtype, chunk))
     launch(
         torch.tensor(entries, dtype=torch.int32, device=at),
         addresses,
@@ -96,7 +96,7 @@ def test_a_remark_holds_the_greatest_and_the_flags(device, count):
     from gradlift.torch.kernels import scalars
 
     at = torch.device(device)
-    launch = scalars.Launch(scalars.remark, at, 1, 4, (1024,))
+    launch = scalars.Launch(scalars.write_row, at, 1, 4, (1024,))
     for place, value in ((0, 9.0), (count - 1, 11.0), (count // 2, math.nan)):
         largest = torch.arange(count, dtype=torch.float32, device=at) / count
         largest[place] = value
@@ -120,8 +120,11 @@ def test_a_small_model_leaves_the_same_records_as_a_large_one(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
         scaler = AdaptiveGradScaler(model, "cuda")
         seen = []
-        heed = scaler._heed
-        scaler._heed = lambda pending: (seen.append(pending.record()), heed(pending))[1]
+        learn = scaler._controller.learn
+        scaler._controller.learn = lambda pending, *rest: (
+            seen.append(pending.record()),
+            learn(pending, *rest),
+        )[1]
         x, y = torch.randn(32, 64, device="cuda"), torch.randint(8, (32,), device="cuda")
         for step in range(12):
             optimizer.zero_grad()

@@ -43,7 +43,9 @@ class Casts:
 
     def compile(self) -> None:
         """Each is then one kernel, or two with a reduction."""
-        self.cast, self.at_best = torch.compile(cast), torch.compile(cast_at_best)
+        # For any shape: layers have several, and each would count against a limit.
+        self.cast = torch.compile(cast, dynamic=True)
+        self.at_best = torch.compile(cast_at_best, dynamic=True)
         self.compiled = True
 
 
@@ -87,10 +89,11 @@ class Multiply(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of x and weight, bfloat16."""
         x8, w8, x_scale, w_scale, scale = ctx.saved_tensors
+        grad = grads[0].contiguous()
         if scale is None:
-            g8, scale = CASTS.at_best(grads[0], ctx.dtype)
+            g8, scale = CASTS.at_best(grad, ctx.dtype)
         else:
-            g8 = CASTS.cast(grads[0], scale, ctx.dtype)
+            g8 = CASTS.cast(grad, scale, ctx.dtype)
         of_x = multiply(g8, w8.t().contiguous().t(), scale, w_scale)
         of_w = multiply(g8.t().contiguous(), x8.t().contiguous().t(), scale, x_scale)
         return of_x, of_w, None, None

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -167,56 +168,50 @@ def take_times(settings: Settings, text: Tensor, block: int, rounds: int) -> Row
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train, time and write."""
+def build_parser() -> Command:
+    """The command line."""
     parser = Command(__doc__, device="best")
     add: Any = parser.add_argument
     add("--small", action="store_true", help="a model for a CPU, emulated there")
     add("--steps", type=at_least(1), help="of each run (1000, small 200)")
     add("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="(0 1 2)")
-    add(
-        "--only",
-        nargs="+",
-        default=list(WAYS),
-        choices=WAYS,
-        metavar="WAY",
-        help=f"of {', '.join(WAYS)}",
-    )
+    add("--only", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY",
+        help=f"of {', '.join(WAYS)}")  # fmt: skip
     add("--only-times", action="store_true", help="train nothing")
     add("--eager", action="store_true", help="casts as torch runs them, not compiled")
     add("--out", type=Path, default=OUT, metavar="FOLDER", help="(benchmarks/results/evidence)")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time, train and write."""
+    arguments = build_parser().parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     device: torch.device = arguments.device
     settings = SMALL if arguments.small else FULL
     settings = replace(settings, steps=arguments.steps or settings.steps)
-    text = tuple(part.to(device) for part in read_text())
-    about = begin(device, one_thread=device.type == "cpu")
+    train_text, held_out = (part.to(device) for part in read_text())
+    about: Row = {**begin(device, one_thread=device.type == "cpu"), "small": arguments.small}
     if device.type == "cuda" and not arguments.eager:
         CASTS.compile()
-    about = {**about, "small": arguments.small, "compiled": CASTS.compiled}
+    about["compiled"] = CASTS.compiled
     target = arguments.out / "fp8.jsonl"
-    for settings_ in (settings,) if arguments.small else (settings, WIDE):
-        row = take_times(settings_, text[0], 3, 2 if arguments.small else 12)
+    for size in (settings,) if arguments.small else (settings, WIDE):
+        row = take_times(size, train_text, 3, 2 if arguments.small else 12)
         append(target, {**about, "times": row})
-        print(
-            f"width {row['width']}: "
-            + ", ".join(f"{w} {t:.2f} ms" for w, t in row["step_ms"].items()),
-            flush=True,
-        )
+        shown = ", ".join(f"{way} {taken:.2f} ms" for way, taken in row["step_ms"].items())
+        print(f"width {row['width']}: {shown}", flush=True)
         free(device)
-    done = {
-        (row["way"], row["seed"], row["steps"])
-        for row in load(target)
-        if "way" in row and row["small"] == arguments.small
-    }
-    for seed in () if arguments.only_times else arguments.seeds:
-        for way in arguments.only:
-            if (way, seed, settings.steps) not in done:
-                row = train(way, seed, settings, text)
-                append(target, {**about, **row})
-                tell(f"{way}, seed {seed}: {row['validation']:.4f}, {row['seconds']:.0f} s")
-                free(device)
+    if arguments.only_times:
+        return
+    done = {(row["way"], row["seed"], row["steps"], row["small"]) for row in load(target)
+            if "way" in row}  # fmt: skip
+    for seed, way in product(arguments.seeds, arguments.only):
+        if (way, seed, settings.steps, arguments.small) not in done:
+            row = train(way, seed, settings, (train_text, held_out))
+            append(target, {**about, **row})
+            tell(f"{way}, seed {seed}: {row['validation']:.4f}, {row['seconds']:.0f} s")
+            free(device)
 
 
 if __name__ == "__main__":

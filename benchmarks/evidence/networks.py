@@ -89,20 +89,20 @@ def t5(vocabulary: int, width: int = 320, layers: int = 4, heads: int = 5) -> nn
     """T5 v1.1: gated GELU, no tied output, RMS norms without bias."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=vocabulary,
-        d_model=width,
-        d_kv=width // heads,
-        d_ff=8 * width // 3 // 16 * 16,
-        num_layers=layers,
-        num_decoder_layers=layers,
-        num_heads=heads,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "d_model": width,
+        "d_kv": width // heads,
+        "d_ff": 8 * width // 3 // 16 * 16,
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "num_heads": heads,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    }
+    return T5ForConditionalGeneration(T5Config(**sizes))
 
 
 def whisper(symbols: int, width: int = 256, layers: int = 4, heads: int = 4) -> nn.Module:

@@ -95,7 +95,7 @@ PAIRS = (
     Pair(
         "ssd300-boxes", DigitBoxes,
         partial(vision, "ssd300_vgg16", CLASSES, weights_backbone=None),
-        "adamw", 1e-4, rows=16, steps=400, options={"weight_decay": 5e-4}, of_task=SCENES,
+        "adamw", 1e-4, rows=16, steps=500, options={"weight_decay": 5e-4}, of_task=SCENES,
         small={"rows": 1, "of_task": FEW_SCENES}, needs="torchvision",
     ),
     Pair(

@@ -107,9 +107,11 @@ def estimate(job: Job, done: Mapping[Job, Row], times: Sequence[Row]) -> float |
     return None
 
 
-def run(plan: Plan, side: Side, minutes: float, times: Sequence[Row], about: Row) -> None:
+def run(
+    plan: Plan, side: Side, target: Path, minutes: float, times: Sequence[Row], about: Row
+) -> None:
     """Do what is wanted until it is done or the time does not reach for more."""
-    start, target = time.monotonic(), side.out / "runs.jsonl"
+    start = time.monotonic()
     asked = plan.jobs()
     tell(f"{len(asked)} runs asked for, {sum(job in plan.done for job in asked)} are done")
     try:
@@ -145,7 +147,7 @@ def describe(job: Job, row: Row, plan: Plan, spent: float, minutes: float) -> st
 # What it takes.
 
 
-def take_times(plan: Plan, side: Side, about: Row) -> None:
+def take_times(plan: Plan, side: Side, target: Path, about: Row) -> None:
     """Train each pair for some steps in each kind of way, and write down how long it took."""
     ways = ("torch", *TIMED)
     jobs = [Job(pair.name, way, 0, TIMED_STEPS, plan.small) for pair in plan.pairs for way in ways]
@@ -162,7 +164,7 @@ def take_times(plan: Plan, side: Side, about: Row) -> None:
                 if "error" not in row:
                     kept = {k: row[k] for k in ("setup_s", "step_s", "judge_s", "peak_mib")}
                     line = {**job._asdict(), **about, **kept, "jobs": side.count}
-                    append(side.out / "times.jsonl", line)
+                    append(target, line)
     finally:
         side.close()
 
@@ -230,6 +232,7 @@ def build_parser() -> Command:
     add("--minutes", type=minutes_of, default=1e4, help="begin no run that would end later")
     add("--small", action="store_true", help="sizes for a CPU, a few steps")
     add("--out", type=Path, default=OUT, metavar="FOLDER", help="(benchmarks/results/evidence)")
+    add("--records", type=Path, metavar="FOLDER", help="of record files (records/ below --out)")
     add("--time", action="store_true", help=f"only time {TIMED_STEPS} steps of each cell")
     add("--list", action="store_true", help="only print the minutes of each cell")
     return parser  # fmt: skip
@@ -239,7 +242,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train what is asked for and not yet done."""
     arguments = build_parser().parse_args(argv)
     out: Path = arguments.out
-    (out / "records").mkdir(parents=True, exist_ok=True)
+    records: Path = arguments.records or out / "records"
+    for folder in (out, records):
+        folder.mkdir(parents=True, exist_ok=True)
     # As written in PAIRS and WAYS, whatever the order they were asked for in.
     pairs = [pair for pair in PAIRS if pair.name in arguments.pairs]
     ways = [way for way in WAYS if way in arguments.ways]
@@ -250,12 +255,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(plan, times, arguments.jobs))
         return
     about = find_environment(arguments.device)
-    side = Side(arguments.jobs, arguments.device, out)
+    side = Side(arguments.jobs, arguments.device, None if arguments.time else records)
     if arguments.time:
-        take_times(plan, side, about)
+        take_times(plan, side, out / "times.jsonl", about)
         print(table(plan, load(out / "times.jsonl"), arguments.jobs))
         return
-    run(plan, side, arguments.minutes, times, about)
+    run(plan, side, out / "runs.jsonl", arguments.minutes, times, about)
 
 
 if __name__ == "__main__":

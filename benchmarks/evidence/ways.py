@@ -46,6 +46,8 @@ def dtype_of(way: str) -> torch.dtype:
 
 def build_scaler(way: str, model: nn.Module, device: str) -> torch.amp.GradScaler | None:
     """The scaler of a way; None where nothing is scaled."""
+    if way not in WAYS:
+        raise ValueError(f"there is no way {way!r}: take one of {', '.join(WAYS)}")
     if way in ("float32", "bf16", "fp16"):
         return None
     if way == "torch":

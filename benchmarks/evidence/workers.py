@@ -27,7 +27,7 @@ def sized(job: Job) -> Pair:
     return replace(shrink(pair) if job.small else pair, steps=job.steps)
 
 
-def serve(pipe: Connection, device: str, out: Path, threads: int) -> None:
+def serve(pipe: Connection, device: str, records: Path | None, threads: int) -> None:
     """In a process of its own: one run after the other, until told to end or until one fails.
 
     After a failure the device may be in any state, so the process ends with it.
@@ -35,16 +35,16 @@ def serve(pipe: Connection, device: str, out: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     while (job := pipe.recv()) is not None:
         try:
-            row = perform(job, torch.device(device), out)
+            row = perform(job, torch.device(device), records)
         except Exception as error:
             pipe.send({"error": f"{type(error).__name__}: {error}"[:500]})
             raise
         pipe.send(row)
 
 
-def perform(job: Job, device: torch.device, out: Path) -> Row:
+def perform(job: Job, device: torch.device, records: Path | None) -> Row:
     """One run, and what its line holds beside the job."""
-    record = out / "records" / f"{job.name}.jsonl"
+    record = None if records is None else records / f"{job.name}.jsonl"
     pair = sized(job)
     try:
         found = train(pair, job.way, job.seed, device, record)
@@ -54,17 +54,17 @@ def perform(job: Job, device: torch.device, out: Path) -> Row:
               "warm": pair.warm, "clip": pair.clip,
               "options": dict(pair.options), "task": pair.task.__name__,
               "of_task": dict(pair.of_task)}  # fmt: skip
-    name = record.name if record.exists() else None
+    name = record.name if record is not None and record.exists() else None
     return {"config": config, **found, "record": name}
 
 
 class Worker:
     """A process that trains, seen from outside."""
 
-    def __init__(self, device: torch.device, out: Path, threads: int) -> None:
+    def __init__(self, device: torch.device, records: Path | None, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        arguments = (other, str(device), out, threads)
+        arguments = (other, str(device), records, threads)
         self.process = context.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         other.close()
@@ -96,11 +96,11 @@ class Side:
     Args:
         count: of processes.
         device: that all of them use.
-        out: the folder of results.
+        records: the folder that scalers record to; None to record nothing.
     """
 
-    def __init__(self, count: int, device: torch.device, out: Path) -> None:
-        self.count, self.device, self.out = count, device, out
+    def __init__(self, count: int, device: torch.device, records: Path | None) -> None:
+        self.count, self.device, self.records = count, device, records
         self.threads = 2 if device.type == "cuda" else 1
         self.busy: dict[Any, Worker] = {}
         self.idle: list[Worker] = []
@@ -112,7 +112,7 @@ class Side:
 
     def begin(self, job: Job) -> None:
         """On an idle process, or on a new one."""
-        worker = self.idle.pop() if self.idle else Worker(self.device, self.out, self.threads)
+        worker = self.idle.pop() if self.idle else Worker(self.device, self.records, self.threads)
         worker.begin(job)
         self.busy[worker.pipe] = worker
 

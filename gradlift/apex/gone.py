@@ -94,8 +94,9 @@ ELSEWHERE = {
 class Gone(ModuleType):
     """A part of Apex that only says what to use instead."""
 
-    # A package's, without which no finder is asked for what is inside.
-    __path__: list[str] = []  # noqa: RUF012
+    def __init__(self, name: str) -> None:
+        super().__init__(name, f"Not offered; see {__name__}.")
+        self.__path__ = []  # a package's, without which no finder is asked for what is inside
 
     def __getattr__(self, name: str) -> Any:
         part = self.__name__.rsplit(".", 1)[-1]
@@ -141,7 +142,7 @@ def parts(package: str) -> dict[str, ModuleType]:
     made: dict[str, ModuleType] = {}
     for part in REPLACEMENTS:
         name = f"{package}.{part}"
-        made[part] = sys.modules[name] = Gone(name, f"Not offered; see {__name__}.")
+        made[part] = sys.modules[name] = Gone(name)
     if not any(isinstance(finder, Inside) for finder in sys.meta_path):
         sys.meta_path.append(Inside(package))
     return made

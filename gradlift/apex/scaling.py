@@ -17,7 +17,7 @@ from torch import Tensor
 from gradlift.apex.levels import Properties
 from gradlift.apex.masters import Optimizer, Stash, stash_of
 from gradlift.policy import Dynamic, Policy, Static
-from gradlift.torch import GradScaler
+from gradlift.torch import GradScaler, for_trainers
 
 
 class LossScaler:
@@ -66,7 +66,7 @@ class LossScaler:
             stash_of(optimizer).collect()
             self.scaler.unscale_(optimizer)
         states = self.scaler._per_optimizer_states
-        found = [self.scaler._found(states[id(optimizer)]) for optimizer in optimizers]
+        found = [for_trainers.found_inf(self.scaler, optimizer) for optimizer in optimizers]
         any_inf = torch.stack(found).amax()  # a loss that overflowed spoils all it reached
         for optimizer in optimizers:
             stash_of(optimizer).merge(optimizer, self, any_inf)

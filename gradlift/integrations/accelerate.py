@@ -33,7 +33,7 @@ from torch import Tensor
 from gradlift.integrations import source
 from gradlift.integrations.overrides import Overrides, require_version
 from gradlift.integrations.source import JointUpdate, ScalerSource
-from gradlift.torch import GradScaler
+from gradlift.torch import GradScaler, for_trainers
 
 try:
     from accelerate import Accelerator
@@ -251,7 +251,7 @@ class PreparedScaler:
             return torch.nn.utils.get_total_norm(grads, norm_type) / self.scaler.get_scale()
         norm = self._clip(clip, parameters, max_norm, norm_type)
         if norm_type == 2 and type(norm) is Tensor:
-            self.scaler._grad_norm = norm.detach().float()
+            for_trainers.set_grad_norm(self.scaler, norm.detach().float())
         return norm
 
     def _clip_grad_value_(

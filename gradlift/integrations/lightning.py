@@ -27,8 +27,7 @@ from torch.optim import LBFGS, Optimizer
 from gradlift.integrations import source
 from gradlift.integrations.overrides import Overrides, require_version
 from gradlift.integrations.source import JointUpdate, ScalerSource
-from gradlift.torch import GradScaler
-from gradlift.torch.step.update import SKIPPED
+from gradlift.torch import GradScaler, for_trainers
 
 try:
     import lightning.pytorch as pl
@@ -188,9 +187,10 @@ class _Scaling:
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]  # type: ignore[attr-defined]
         if any(hasattr(p.grad, "full_tensor") for p in parameters):  # shards: torch knows the whole
             norm = torch.nn.utils.clip_grad_norm_(parameters, float(clip_val))
-            self.scaler._grad_norm = norm.full_tensor().float()  # type: ignore[attr-defined]
+            whole: Any = norm.full_tensor()  # type: ignore[attr-defined]
+            for_trainers.set_grad_norm(self.scaler, whole.float())
         else:
-            self.scaler._clip_unscaled_(optimizer, float(clip_val))
+            for_trainers.clip_unscaled_(self.scaler, optimizer, float(clip_val))
 
     # Step.
 
@@ -243,10 +243,11 @@ class _Scaling:
     def _report(self, model: Any) -> None:
         """Log without waiting for the device: what is logged are tensors."""
         scaler = self.scaler
-        if not self._log or scaler._scale is None or scaler._counts is None:
+        counted = for_trainers.scale_and_skips(scaler)
+        if not self._log or counted is None:
             return
-        model.log("gradlift/scale", scaler._scale.clone())
-        model.log("gradlift/skipped_steps", scaler._counts[SKIPPED].float())
+        for name, value in zip(("scale", "skipped_steps"), counted, strict=True):
+            model.log(f"gradlift/{name}", value)
         if scaler.grad_norm is not None:
             model.log("gradlift/grad_norm", scaler.grad_norm)
 
@@ -338,7 +339,7 @@ class GradLiftFSDPPrecision(
         if not hasattr(self._root, "clip_grad_norm_"):
             return super().clip_grad_by_norm(optimizer, clip_val)
         norm = self._root.clip_grad_norm_(float(clip_val))  # type: ignore[union-attr]
-        self.scaler._grad_norm = norm.float()
+        for_trainers.set_grad_norm(self.scaler, norm.float())
         return None
 
 

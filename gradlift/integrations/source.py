@@ -18,8 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import Dynamic, Policy, Static
-from gradlift.torch import GradScaler
-from gradlift.torch.step import later_backward
+from gradlift.torch import GradScaler, for_trainers
 
 ScalerSource = GradScaler | Policy | Callable[[nn.Module], GradScaler] | None
 """A scaler, a policy, a class of scalers, a function from the model to a scaler, or None for the
@@ -69,22 +68,20 @@ def build(source: ScalerSource, model: nn.Module | None, device: str) -> GradSca
 def join_ranks(scaler: GradScaler) -> None:
     """Let all ranks of a running job decide alike, unless the user named a group."""
     running = dist.is_available() and dist.is_initialized()
-    if running and dist.get_world_size() > 1 and scaler._process_group is None:
-        scaler._process_group = dist.group.WORLD
+    if running and dist.get_world_size() > 1 and for_trainers.process_group(scaler) is None:
+        for_trainers.set_process_group(scaler, dist.group.WORLD)
 
 
 def unscale_once_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """``unscale_``, unless it has been done since the last backward pass: two clip calls in one
     step are no mistake."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    later_backward.heed(scaler, state)
-    if state["stage"] is not OptState.UNSCALED:
+    if for_trainers.stage(scaler, optimizer) is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
 
 
 def is_for(scaler: GradScaler, modules: list[nn.Module]) -> bool:
     """Whether the scaler belongs to no model, or to one that shares a part with ``modules``."""
-    model = scaler._overflow.model
+    model = for_trainers.model_of(scaler)
     if model is None or not modules:
         return True
     own = {id(part) for part in model.modules()}
@@ -135,7 +132,7 @@ class JointUpdate:
 
     def before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step; with a closure no loss was scaled since its last step."""
-        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+        if for_trainers.stage(scaler, optimizer) is OptState.STEPPED:
             self.flush(scaler)
 
     def after_step(self, scaler: GradScaler) -> None:

@@ -70,7 +70,8 @@ class LossScaleLogger(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Called by Keras."""
         _make_whole(logs)
-        optimizer: Any = self.model.optimizer
+        model: Any = self.model
+        optimizer = model.optimizer
         if not optimizer.has_scaled_a_loss:
             warnings.warn(
                 "the train step applied gradients and never called optimizer.scale_loss(loss): "

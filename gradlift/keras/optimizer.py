@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
-import numpy as np
 
 from gradlift.keras.adaptive import NOTHING, Adaptive, Trend, follow, largest
+from gradlift.keras.found import Found, counts_of, from_counts
 from gradlift.keras.pending import Pending
 from gradlift.pilot import PATIENCE
 from gradlift.policy import Dynamic, ScaleState, Static, update
@@ -30,17 +30,6 @@ Policy = Static | Dynamic | Adaptive
 
 _KERAS = keras.optimizers.LossScaleOptimizer
 _POLICIES = {"Static": Static, "Dynamic": Dynamic, "Adaptive": Adaptive}
-
-
-class Found(NamedTuple):
-    """What a step's gradients and losses say, on all replicas once they agreed."""
-
-    finite: Any
-    """Whether every gradient is: bool, 0-d."""
-    loss_finite: Any
-    """Whether every loss was: bool, 0-d, or True where none was shown."""
-    peak: Any
-    """floor(log2) of the largest gradient, int32, 0-d; None unless the policy asks for it."""
 
 
 @keras.saving.register_keras_serializable(package="gradlift")
@@ -182,7 +171,7 @@ class LossScaleOptimizer(_KERAS):
                 self.build(list(trainable_variables or ()))
             self.built = True
         variables = list(trainable_variables or self._trainable_variables)
-        known = self._pending.are_true(grads) if unscaled is None else unscaled
+        known = self._pending.are_true(grads, unscaled)
         # Before the check: with a scale below 1 the true gradient can be too large for float32.
         grads = grads if known else self._unscaled(grads, variables)
         if keras.backend.backend() == "tensorflow":
@@ -257,20 +246,20 @@ class LossScaleOptimizer(_KERAS):
         found, total = self._found(grads, variables), tf.distribute.ReduceOp.SUM
         if tf.__internal__.distribute.strategy_supports_no_merge_call():
             if context.num_replicas_in_sync > 1:
-                found = _from_counts(context.all_reduce(total, _counts(found)))
+                found = from_counts(context.all_reduce(total, counts_of(found)))
             self._apply(found, grads, variables)
             return
 
         def merged(strategy: Any, counts: Any, grads: list[Any], variables: list[Any]) -> None:
             counts = {k: strategy.reduce(total, v, axis=None) for k, v in counts.items()}
-            found = _from_counts(counts)
+            found = from_counts(counts)
             each, apply = strategy.extended.call_for_each_replica, self.inner_optimizer.apply
             # Here and not in a replica: a branch of a cond there may not merge replicas, and
             # the inner optimizer does.
             ops.cond(found.finite, lambda: each(apply, (grads, variables)), lambda: None)
             self._advance(found)
 
-        context.merge_call(merged, args=(_counts(found), grads, variables))
+        context.merge_call(merged, args=(counts_of(found), grads, variables))
 
     def _advance(self, found: Found) -> None:
         """One step of the rule, and its counters."""
@@ -344,32 +333,6 @@ class LossScaleOptimizer(_KERAS):
             config.pop("initial_scale", None)
             config.pop("dynamic_growth_steps", None)
         return super().from_config(config, custom_objects)
-
-
-def _counts(found: Found) -> dict[str, Any]:
-    """What replicas can add up: int32 tensors, 0-d but for the exponents that were reached."""
-
-    def count(condition: Any) -> Any:
-        return ops.cast(condition, "int32")
-
-    counts = {"bad": count(ops.logical_not(found.finite))}
-    if found.loss_finite is not True:
-        counts["bad_loss"] = count(ops.logical_not(found.loss_finite))
-    if found.peak is not None:
-        counts["reached"] = count(found.peak >= _EXPONENTS)
-    return counts
-
-
-def _from_counts(counts: dict[str, Any]) -> Found:
-    peak, loss_finite = None, True
-    if "reached" in counts:
-        peak = ops.max(ops.where(counts["reached"] > 0, _EXPONENTS, NOTHING))
-    if "bad_loss" in counts:
-        loss_finite = ops.equal(counts["bad_loss"], 0)
-    return Found(ops.equal(counts["bad"], 0), loss_finite, peak)
-
-
-_EXPONENTS = np.arange(-126, 128, dtype="int32")
 
 
 def _check_inner(optimizer: Any) -> None:

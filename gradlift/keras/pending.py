@@ -49,15 +49,19 @@ class Pending:
         for seen, grads in ((self._scaled, scaled), (self._true, true)):
             seen.update({id(g): g for g in grads if g is not None})
 
-    def are_true(self, grads: Sequence[Any]) -> bool:
+    def are_true(self, grads: Sequence[Any], said: bool | None = None) -> bool:
         """Whether ``grads`` were unscaled already: all of them, or none.
+
+        Args:
+            grads: what ``apply`` was given.
+            said: what the user says of them; None for nothing.
 
         Raises:
             ValueError: if some were and some were not.
         """
         asked, self._asked = self._asked, False
-        if not (asked or self._true):
-            return False
+        if said is not None or not (asked or self._true):
+            return bool(said)
         given = [g for g in grads if g is not None]
         true = sum(_is_one_of(g, self._true, asked) for g in given)
         if 0 < true < len(given):

@@ -41,6 +41,9 @@ USELESS = -64
 # measured to be high enough must not ask for another look when it is taken.
 LOWEST = 4
 
+# Bits by which what shows only zeros must have risen to be worth another look.
+HIGHER = 3
+
 ONLY_ZEROS = "shows only zeros"
 LOWEST_OCTAVE = "has much of its gradient in the lowest octave in sight"
 NOT_FINITE = "was not finite"
@@ -68,7 +71,11 @@ class Bounds:
 
     def helps(self, exponent: int) -> bool:
         """Whether another look, at this exponent, can show what was out of sight."""
-        return bool(self.unseen) and (self.unseen == NOT_FINITE or exponent > self.shown)
+        if self.unseen == NOT_FINITE:
+            return True
+        # A bit or two higher, zeros are zeros still.
+        least = self.shown + (HIGHER if self.unseen == ONLY_ZEROS else 1)
+        return bool(self.unseen) and exponent >= least
 
     def raised(self, to: int) -> Bounds:
         """With an upper end of at least this, out of what is reserved as far as that goes."""

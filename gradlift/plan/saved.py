@@ -22,7 +22,8 @@ PATIENCE = 64
 REMEMBERED = 6
 """Probes whose largest gradients are kept at most."""
 
-STEP = whole(0)
+STEP = whole(0, 2**48)
+"""Further than any run goes, and exact in float64 for long after."""
 COUNT = whole(0)
 EXPONENT = whole(-300, 300)
 OFFSET = whole(MIN_EXPONENT - MAX_EXPONENT, MAX_EXPONENT - MIN_EXPONENT)
@@ -130,7 +131,11 @@ def _pilot(**entries: Any) -> dict[str, Any]:
         found = schema.Odd("one of them")
         raise Mismatch("there with the graph that it was made for, or neither", found, "plan")
     count = 0 if graph is None else len(graph.components)
-    if plan is not None and (plan.loss, len(plan.components)) != (graph.loss, count):
+    if (
+        plan is not None
+        and graph is not None
+        and (plan.loss, len(plan.components)) != (graph.loss, count)
+    ):
         wanted = f"of {count} components, the loss's {graph.loss}, as the graph is"
         raise Mismatch(wanted, schema.Odd(_in_short(plan)), "plan")
     check_owners(entries["owners"], count)

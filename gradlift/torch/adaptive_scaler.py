@@ -1,12 +1,13 @@
 """``AdaptiveGradScaler``: no scale to choose, and an exponent for each part that needs its own.
 
-It drives three things and decides nothing itself: the engine (``engine.py``) runs backward
-passes at given exponents and records probes, the pilot (``gradlift.plan.pilot``) decides, and
-``GradScaler`` does all the rest. After a step::
+It decides nothing itself: the engine (``engine.py``) runs backward passes at given exponents and
+records probes, the pilot (``gradlift.plan.pilot``) decides, the controller (``controller.py``)
+stands between them, and ``GradScaler`` does all the rest. After a step::
 
-    step_record.py   scale, largest gradient, overflow     on the device, one copy to the host
+    largest.py       the largest gradient                  on the device, while they are checked
+    step_record.py   it, the scale and the overflow        one copy to the host
     probe.py         the histograms, if it was a probe     likewise
-    piloting.py      both, of the step DELAY before        to the pilot, waiting if it must
+    controller.py    both, of the step DELAY before        to the pilot, waiting if it must
                      what the pilot says                   to the scale and the engine
 
 On an overflow the device lowers the scale at once, without asking the pilot.
@@ -16,11 +17,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +32,15 @@ from gradlift.policy import Dynamic
 from gradlift.torch import checkpoint, settings
 from gradlift.torch.adaptive import adaptive_state
 from gradlift.torch.adaptive import emulate as emulation
-from gradlift.torch.adaptive.adaptive_state import STATE_KEY, Saved
+from gradlift.torch.adaptive.adaptive_state import STATE_KEY
+from gradlift.torch.adaptive.controller import DELAY, Controller
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.model_identity import identity, is_same
-from gradlift.torch.adaptive.narrow import Narrow
-from gradlift.torch.adaptive.piloting import DELAY, Piloted
-from gradlift.torch.adaptive.step_record import Pending
+from gradlift.torch.adaptive.model_identity import is_same
+from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.probe.layer_probe import LayerProbe
-from gradlift.torch.ranks.adaptive_ranks import Talk
-from gradlift.torch.step.captured_step import Captured
-from gradlift.torch.step.readback import InFlight, Remarks, capturing
+from gradlift.torch.probe.probe import Probe
+from gradlift.torch.scaler import GradScaler
+from gradlift.torch.step.readback import InFlight, capturing
 from gradlift.zhao2019 import Zhao2019
 
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
@@ -56,7 +54,7 @@ ANOTHER_MODEL = (
 )
 
 
-class AdaptiveGradScaler(Piloted):
+class AdaptiveGradScaler(GradScaler):
     """A ``GradScaler`` that finds its scale from the gradients, for each part of the model.
 
     The loop is ``GradScaler``'s::
@@ -91,6 +89,7 @@ class AdaptiveGradScaler(Piloted):
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
+        forward: ``"mend"`` or a ``ForwardGuard``, as for ``GradScaler``.
         process_group: the ranks that must decide alike, as for ``GradScaler``. In a job of
             several ranks a model that implies none is refused at the first step.
     """
@@ -111,6 +110,7 @@ class AdaptiveGradScaler(Piloted):
         enabled: bool = True,
         linear: Iterable[type] = (),
         process_group: Any = None,
+        forward: str | ForwardGuard | None = None,
     ) -> None:
         settings.check_adaptive(model, interval, init_scale, layerwise, rule)
         check_limits(tolerance, headroom)
@@ -123,42 +123,44 @@ class AdaptiveGradScaler(Piloted):
             max_scale=2.0**96,
         )
         super().__init__(
-            device, enabled=enabled, policy=policy, model=model, process_group=process_group
+            device,
+            enabled=enabled,
+            policy=policy,
+            model=model,
+            process_group=process_group,
+            forward=forward,
         )
-        self._pilot = Pilot(
-            get(format), tolerance, headroom, interval, layerwise, rule, BACKOFF_BITS
-        )
-        self._engine = _engine_for(model, linear, self._pilot)
-        self._emulate = emulate
-        self._emulation = self._build_emulation()
-        self._step_number = 0
-        self._amaxes: list[Tensor] = []
-        self._talk = Talk()
-        self._remarks: Remarks | None = None
-        self._sizes: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        self._narrow = Narrow()
-        self._loaded_overflowed: list[str] = []
-        self._pending: deque[Pending] = deque()
-        self._captured: Captured | None = None
+        pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule, BACKOFF_BITS)
+        self._closed = False
+        self._control(pilot, model, linear, emulate)
         if self._enabled:
-            self._engine.probe()
+            self._controller.engine.probe()
 
-    def _build_emulation(self) -> emulation.Emulation | None:
-        if not self._enabled or self._pilot.format.bits != 8:
-            return None
-        return emulation.Emulation(self._engine, self._pilot.format, self._emulate)
+    def _control(
+        self, pilot: Pilot, model: nn.Module, linear: Iterable[type], emulate: bool | str
+    ) -> None:
+        """Put a controller between the pilot and the parts."""
+        engine = Engine(model, linear=linear, new_probe=_probe_for(pilot))
+        rounding = None
+        if self._enabled and pilot.format.bits == 8:
+            rounding = emulation.Emulation(engine, pilot.format, emulate)
+        self._controller = Controller(
+            pilot, engine, rounding, self._device_scale, self._overflows, emulate
+        )
+        self._agreement.addition = self._controller
+        self._check.watcher = self._controller.largest
 
     # What the user may ask and set.
 
     @property
     def plan(self) -> Plan | None:
         """The current plan; None before the first probe has come back."""
-        return self._pilot.plan
+        return self._controller.pilot.plan
 
     @property
     def neutral(self) -> str | None:
         """Why the latest backward pass ran at the global scale throughout, if it had to."""
-        return self._engine.neutral
+        return self._controller.engine.neutral
 
     def pin(self, offsets: Mapping[str, int]) -> None:
         """Fix exponents by hand, relative to the loss's, by module name; ``{}`` ends it.
@@ -170,16 +172,8 @@ class AdaptiveGradScaler(Piloted):
             ValueError: a name that is no module's. Two pins that the graph puts into one
                 component with different offsets raise it in the next ``scale()``.
         """
-        if not self._enabled:
-            return
-        self._engine.pin(offsets)
-        if offsets:
-            # What is flushed at exponents set by hand says nothing about the planned ones.
-            self._engine.take()
-        else:
-            self._follow()
-            self._pilot.next_probe = self._step_number
-            self._probe_if_due(self._step_number)
+        if self._enabled:
+            self._controller.pin(offsets)
 
     def stage(self, module: nn.Module) -> Any:
         """Say that ``module``'s loss is on another rank: a pipeline stage, or a part of one.
@@ -193,7 +187,7 @@ class AdaptiveGradScaler(Piloted):
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"stage() takes the stage's module, got {module!r}")
-        engine = self._engine
+        engine = self._controller.engine
         self.mark_own(module.parameters())
         return module.register_forward_hook(lambda _, args, output: engine.arm(output))
 
@@ -204,19 +198,18 @@ class AdaptiveGradScaler(Piloted):
         ``plan`` stays what it was. Ranks close at the same step.
         """
         self._closed = True
-        self._engine.close()
-        self._pending.clear()
-        self._captured = None
-        self._policy = replace(
-            cast(Dynamic, self._policy),
+        self._controller.close()
+        self._device_scale.policy = replace(
+            cast(Dynamic, self.policy),
             backoff_factor=Dynamic.backoff_factor,
             growth_interval=Dynamic.growth_interval,
         )
-        if self._emulation is not None:
-            self._emulation.close()
 
     _record_delay = DELAY + 1
-    _closed = False
+
+    @property
+    def _gradient_format(self) -> str:
+        return self._controller.pilot.format.name
 
     # The stages that differ from GradScaler's.
 
@@ -224,17 +217,9 @@ class AdaptiveGradScaler(Piloted):
         """``outputs`` times the scale, their graphs ready to run at their exponents."""
         if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
             return super().scale(outputs)
-        if self.probing and capturing(outputs.device):
-            raise RuntimeError(
-                "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
-                "and capture a later one; gradlift.torch.CapturedStep does so by itself"
-            )
-        if self._emulation is not None:
-            calibrating = self._pilot.plan is None and self._engine.probing
-            self._emulation.begin(self._step_number, calibrating=calibrating)
-        self._engine.check(outputs)
+        self._controller.begin(outputs)
         scaled = super().scale(outputs)
-        self._engine.arm(scaled)
+        self._controller.engine.arm(scaled)
         return scaled
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -242,56 +227,60 @@ class AdaptiveGradScaler(Piloted):
         if not self._enabled or torch.compiler.is_compiling():
             super().update(new_scale)
             return
-        captures = capturing(self._device_state("update")[0].scale.device)
+        controller, ranks = self._controller, self._agreement.ranks
+        found, bad_loss = self._check.overflow_counts(required=new_scale is None)
+        captures = capturing(found.device)
         if captures:
-            # A replayed step takes the plan and the exponents that it was captured with.
-            self._captured = Captured(self._row(), self._replay_key)
+            controller.capture(found, bad_loss)
         if captures or self._closed:
-            super().update(new_scale)
-            self._amaxes.clear()
-            self._talk.end()
+            self._end_iteration(new_scale, found, bad_loss)
+            controller.end_unseen()
             return
-        sent = self._send()
-        super().update(new_scale)
-        self._end_step(sent, self._engine.take())
+        sent = controller.send(found, bad_loss, ranks)
+        self._end_iteration(new_scale, found, bad_loss)
+        controller.end_step(sent, controller.engine.take(), ranks, self._recorders)
 
-    # Between a step's capture as a CUDA graph and its replays; see ``replay.py``.
+    # Between a step's capture as a CUDA graph and its replays; see ``captured_step.py``.
 
     @property
     def probing(self) -> bool:
         """Whether the next step is a probe: it must be run, neither captured nor replayed."""
-        return self._engine.probing
+        return self._controller.engine.probing
 
     @property
     def replayable(self) -> bool:
         """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
         if not self._enabled:
             return True
-        return self._captured is not None and self._captured.key == self._replay_key
+        captured = self._controller.captured
+        return captured is not None and captured.key == self.replay_key
 
     @property
-    def _replay_key(self) -> Any:
-        return self.probing, self._engine.offsets, self._engine.pins, self._policy
+    def replay_key(self) -> Any:
+        """What a captured step depends on: equal keys, equal launches."""
+        return self._controller.replay_key
 
     def register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
         """Before a step is captured: stochastic rounding draws new numbers in every replay.
 
         They are those of the step that is replayed, as if it were run.
         """
-        if self._emulation is not None:
-            self._emulation.register(graph)
+        if self._controller.emulation is not None:
+            self._controller.emulation.register(graph)
 
     def replayed(self) -> None:
         """End a replay of the captured step: what ``update()`` does on the host."""
         if not self._enabled:
             return
-        if self._captured is None:
+        controller = self._controller
+        if controller.captured is None:
             raise RuntimeError("replayed() comes after the replay of a step captured with update()")
-        self._check_dispute()
-        self._reactions.to(self._readback.tick(self._device_state("replayed")[1]), self)
+        self._device_scale.require("replayed")
+        self._look_after()
         if not self._closed:
-            self._end_step(InFlight(self._captured.row), None)
-            self._engine.write()
+            sent = InFlight(controller.captured.row)
+            controller.end_step(sent, None, self._agreement.ranks, self._recorders)
+            controller.engine.write()
 
     # Checkpoints.
 
@@ -299,20 +288,8 @@ class AdaptiveGradScaler(Piloted):
         """``GradScaler``'s, and the plan with all that it rests on, under a key of its own."""
         state = super().state_dict()
         if state and not self._closed:
-            state[STATE_KEY] = adaptive_state.write(self._own_state())
+            state[STATE_KEY] = adaptive_state.write(self._controller.saved())
         return state
-
-    def _own_state(self) -> Saved:
-        return Saved(
-            self._step_number,
-            self._pilot.to_dict(),
-            list(self._pending),
-            self._engine.pins,
-            self._engine.probing or any(p.unshared for p in self._pending),
-            self._overflowed(),
-            self._engine.wide,
-            identity(self._engine.model),
-        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class, of ``GradScaler`` or of torch's scaler.
@@ -332,72 +309,48 @@ class AdaptiveGradScaler(Piloted):
             self._load_scale(rest)
             return
         saved = adaptive_state.read(state_dict[STATE_KEY])
-        checkpoint.read(rest, self._policy)
-        if saved.model is not None and not is_same(saved.model, self._engine.model):
+        checkpoint.read(rest, self.policy)
+        controller = self._controller
+        if saved.model is not None and not is_same(saved.model, controller.engine.model):
             warnings.warn(ANOTHER_MODEL, stacklevel=2)
             self._load_scale(rest)
             return
-        loaded = copy.copy(self._pilot)
-        loaded.load(saved.pilot)
-        # It may have been saved with a longer interval than this scaler's.
-        loaded.next_probe = min(loaded.next_probe, saved.step + loaded.interval)
+        copy.copy(controller.pilot).load(saved.pilot)
         # The last that may refuse: names that the model does not have.
         try:
-            self._engine.pin(saved.pins)
+            controller.engine.pin(saved.pins)
         except ValueError as error:
             where = f"{adaptive_state.NAME}['pins'] must be modules of this model"
             raise ValueError(f"{where}: {error}; {adaptive_state.ADVICE}") from None
         super().load_state_dict(rest)
-        self._pilot = loaded
-        self._step_number, self._pending, self._planned_at = saved.step, deque(saved.pending), -1
-        self._loaded_overflowed = saved.overflowed
-        self._engine.take()
-        self._follow()
-        self._engine.wide = saved.wide
-        self._begin_random()
-        if saved.probing:
-            self._engine.probe()
+        controller.load(saved)
 
     def _load_scale(self, state_dict: dict[str, Any]) -> None:
-        before = cast(Dynamic, self._policy)
+        before, scale = cast(Dynamic, self.policy), self._device_scale
         super().load_state_dict(state_dict)
-        low, high = min(before.min_scale, self._init_scale), max(before.max_scale, self._init_scale)
-        self._policy = replace(before, min_scale=low, max_scale=high)
-        self._init_hysteresis_tracker = before.hysteresis
-        self._refill_counters()
-        # What is on its way was seen at another scale.
-        self._pending.clear()
-        self._engine.take()
-        self._pilot.next_probe = self._step_number
-        self._probe_if_due(self._step_number)
+        low, high = min(before.min_scale, scale.init_scale), max(before.max_scale, scale.init_scale)
+        scale.policy = replace(before, min_scale=low, max_scale=high)
+        scale.refill(before.hysteresis)
+        self._alarms.restart()
+        self._controller.forget_pending()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state["_engine"] = (self._engine.model, self._engine.linear)
-        state["_emulation"] = None
-        state["_pending"] = None
-        state["_captured"] = None
-        state["_amaxes"], state["_remarks"], state["_narrow"] = [], None, None
-        del state["_sizes"], state["_talk"]
-        state["_adaptive_state"] = self.state_dict() if self._enabled else None
+        state, controller = super().__getstate__(), self._controller
+        engine = controller.engine
+        state["_controller"] = controller.pilot, engine.model, engine.linear, controller.emulate
+        state["_saved"] = self.state_dict() if self._enabled else None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("_adaptive_state")
+        saved, control = state.pop("_saved"), state.pop("_controller")
         super().__setstate__(state)
-        model, linear = cast(Any, self._engine)
-        self._engine = _engine_for(model, linear, self._pilot)
-        self._emulation = self._build_emulation()
-        self._pending, self._narrow, self._sizes = deque(), Narrow(), WeakKeyDictionary()
-        self._talk = Talk()
+        self._control(*control)
         if self._closed:
             self.close()
         if saved is not None:
             self.load_state_dict(saved)
 
 
-def _engine_for(model: nn.Module, linear: Iterable[type], pilot: Pilot) -> Engine:
-    """An engine whose probes see what the pilot's rule goes by."""
-    if pilot.rule is None:
-        return Engine(model, linear=linear)
-    return Engine(model, linear=linear, new_probe=LayerProbe)
+def _probe_for(pilot: Pilot) -> Callable[[nn.Module], Probe]:
+    """What makes probes that see what the pilot's rule goes by."""
+    return LayerProbe if pilot.rule is not None else lambda model: Probe()

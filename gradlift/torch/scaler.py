@@ -6,31 +6,76 @@ device and read back asynchronously, so that nothing waits; what the host does a
 warning, an error) comes at most 50 steps late on a GPU and at once on the CPU.
 
 It is a subclass of torch's class and keeps its private names, because frameworks reach for them;
-but it takes nothing on trust from it: every method that computes is written here, over
-``grads.py`` (unscale and check), ``update.py`` (the rule) and ``gradlift.policy``.
+but it takes nothing on trust from it. The work is done by parts that know no scaler::
+
+    DeviceScale      the scale, its counters and the policy that moves them
+    LossFlags        whether the losses were finite
+    OptimizerSteps   what is known of each optimizer since the last update
+    Agreement        the ranks that decide together
+    OverflowReport   which gradients overflowed
+    GradCheck        unscale, check, agree and clip, over all of these
+    ways.py          the ways to step
+    Outcome          what came of the latest step
+    Alarms           what the host does about skipped steps
 """
 
 from __future__ import annotations
 
-from collections import abc, defaultdict
+import json
+import weakref
+from collections import abc
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from gradlift.policy import Policy
-from gradlift.torch import settings
-from gradlift.torch.step import after_step, closures, fused, later_backward
+from gradlift.policy import Dynamic, Policy
+from gradlift.torch import checkpoint, settings
+from gradlift.torch.forward.cause import Cause
+from gradlift.torch.forward.guard import ForwardGuard
+from gradlift.torch.forward.search import CauseSearch
+from gradlift.torch.ranks.agreement import Agreement
+from gradlift.torch.ranks.shared_cause import first_of
+from gradlift.torch.step import after_step, closures, grads, later_backward, ways
+from gradlift.torch.step.alarms import Alarms
+from gradlift.torch.step.check import GradCheck
+from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.loss import LossFlags
+from gradlift.torch.step.optimizer_step import OptimizerSteps
+from gradlift.torch.step.outcome import Outcome
+from gradlift.torch.step.overflow_report import OverflowReport, Report
 from gradlift.torch.step.readback import moved_to
-from gradlift.torch.step.recorder import Recorder, attach
-from gradlift.torch.step.state import fresh_optimizer_state
-from gradlift.torch.step.steps import Stepping
-from gradlift.torch.step.update import CONSECUTIVE, SKIPPED, UPDATES, update_
+from gradlift.torch.step.recorder import Recorder, open_recorder
+from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE
 
 
-class GradScaler(Stepping):
+def _of_part(part: str, name: str) -> Any:
+    """An attribute that frameworks know the scaler by, kept by one of its parts."""
+
+    def read(scaler: GradScaler) -> Any:
+        return getattr(getattr(scaler, part), name)
+
+    def write(scaler: GradScaler, value: Any) -> None:
+        setattr(getattr(scaler, part), name, value)
+
+    return property(read, write)
+
+
+def _of_policy(name: str) -> Any:
+    """One of the policy's numbers under torch's name."""
+
+    def read(scaler: GradScaler) -> Any:
+        return getattr(scaler._device_scale.policy, name)
+
+    def write(scaler: GradScaler, value: Any) -> None:
+        scaler._device_scale.change_policy(name, value)
+
+    return property(read, write)
+
+
+class GradScaler(torch.amp.GradScaler):
     """Scales losses up so that float16 gradients survive, and steps the optimizer safely.
 
     A training loop::
@@ -67,6 +112,8 @@ class GradScaler(Stepping):
         process_group: the ranks that must decide alike: a process group, or a ``DeviceMesh`` of
             any shape. By default the widest that DTensor parameters, or a DDP or FSDP wrapper
             given as ``model``, imply; for plain parameters that is none, and nothing is sent.
+        forward: ``"mend"``, or a ``ForwardGuard`` of the model's: modules whose output leaves
+            float16's range run so that it cannot, from the next step on.
     """
 
     def __init__(
@@ -89,6 +136,7 @@ class GradScaler(Stepping):
         allow_fp16_grads: bool = False,
         clear_grads_on_skip: bool = False,
         process_group: Any = None,
+        forward: str | ForwardGuard | None = None,
     ) -> None:
         numbers = {
             "init_scale": init_scale,
@@ -105,10 +153,99 @@ class GradScaler(Stepping):
         settings.check_extras(
             model, allow_fp16_grads=allow_fp16_grads, clear_grads_on_skip=clear_grads_on_skip
         )
-        super().__init__(device, chosen, enabled, model, max_consecutive_skips)
+        if enabled:
+            settings.check_device(device)
+        # torch's __init__ writes its defaults into parts, which are then replaced.
+        self._device_scale, self._steps = DeviceScale(Dynamic()), OptimizerSteps()
+        super().__init__(device, enabled=enabled)
+        self._device_scale, self._steps = DeviceScale(chosen), OptimizerSteps()
+        self._losses = LossFlags()
+        self._overflows = OverflowReport(model)
+        self._agreement = Agreement(process_group, model)
+        self._outcome = Outcome()
+        self._alarms = Alarms(max_consecutive_skips)
+        self._clocks = after_step.SchedulerClocks()
+        self._recorders: tuple[Recorder, ...] = ()
         self._allow_fp16_grads = allow_fp16_grads
         self._clear_grads_on_skip = clear_grads_on_skip
-        self._process_group = process_group
+        guard = settings.forward_guard(forward, model) if self._enabled else None
+        self._search = CauseSearch(self._overflows, guard)
+        self._check = self._new_check()
+
+    def _new_check(self) -> GradCheck:
+        return GradCheck(
+            self._device_scale,
+            self._steps,
+            self._losses,
+            self._overflows,
+            self._agreement,
+            self._outcome,
+            self._clear_grads_on_skip,
+        )
+
+    # torch's private names, readable and writable.
+
+    _scale = _of_part("_device_scale", "scale")
+    _growth_tracker = _of_part("_device_scale", "growth_tracker")
+    _init_scale = _of_part("_device_scale", "init_scale")
+    _init_growth_tracker = _of_part("_device_scale", "init_growth_tracker")
+    _per_optimizer_states = _of_part("_steps", "entries")
+    _growth_factor = _of_policy("growth_factor")
+    _backoff_factor = _of_policy("backoff_factor")
+    _growth_interval = _of_policy("growth_interval")
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._device_scale.make(dev)
+        self._alarms.restart()
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        return self._check.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._check.ready(optimizer, "_check_inf_per_device")
+        known, one = self._steps.of(optimizer), self._device_scale.one
+        self._check.run(optimizer, known, one, True, self._unscale_grads_)
+        self._check.found(known)
+        return known.entry["found_inf_per_device"]
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        known = self._steps.of(optimizer)
+        self._check.found(known)
+        return known.entry["found_inf_per_device"]
+
+    # What it was given.
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self._device_scale.policy
+
+    def mark_own(self, parameters: Iterable[Tensor], copies: Any = None) -> None:
+        """Say that ``parameters`` are this rank's own, and no copies of what other ranks hold.
+
+        Only ``max_norm`` needs it, to count every element once: plain parameters in a group are
+        taken for copies of one another, as under DDP. The layers of a pipeline stage and the
+        experts of a rank are not. Call it on every rank, each with its own.
+
+        Args:
+            parameters: Plain tensors or DTensors; held weakly.
+            copies: The group or ``DeviceMesh`` whose ranks hold copies of them nevertheless, such
+                as the data-parallel ranks of one stage; a DTensor's own mesh need not be named.
+        """
+        found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
+        for param in found:
+            if not isinstance(param, Tensor):
+                raise ValueError(
+                    "mark_own takes parameters, as in mark_own(module.parameters()), got "
+                    f"{type(param).__name__!r} among them"
+                )
+        self._agreement.ownership.mark(found, copies)
 
     # Scale.
 
@@ -121,11 +258,14 @@ class GradScaler(Stepping):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if self._scale is None:
+            scale = self._device_scale.scale
+            if scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            scale = cast(Tensor, self._scale)
-            if not (self._losses.in_closure or torch.compiler.is_compiling()):
-                later_backward.note(self)
+                scale = self._device_scale.require("scale").scale
+            if not torch.compiler.is_compiling():
+                if not self._losses.in_closure:
+                    later_backward.note(self._check)
+                self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
         if isinstance(outputs, abc.Iterable):
@@ -134,6 +274,41 @@ class GradScaler(Stepping):
         raise ValueError(
             f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
         )
+
+    # Unscale.
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place, and note infs and NaNs.
+
+        Call it once between backward and ``step``, after all gradients have been accumulated.
+        """
+        if not self._enabled:
+            return
+        self._ready(optimizer, "unscale_")
+        known = self._steps.of(optimizer)
+        later_backward.heed(self._check, known)
+        if known.entry["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if known.entry["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        inv_scale = grads.inverse(self._device_scale.require("unscale_").scale)
+        allow_fp16 = self._allow_fp16_grads
+        self._check.run(optimizer, known, inv_scale, allow_fp16, self._unscale_grads_)
+        known.entry["stage"] = OptState.UNSCALED
+        if not torch.compiler.is_compiling():
+            known.optimizer = weakref.ref(optimizer)
+
+    def _ready(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
+        self._check.ready(optimizer, caller)
+        if self._search.is_watching:
+            found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
+            self._search.end(found, self._share_cause)
+
+    def _share_cause(self, found: Cause | None) -> Cause | None:
+        ranks = self._agreement.ranks
+        return found if ranks is None else first_of(found, ranks, self._device_scale.device)
 
     # Step.
 
@@ -160,34 +335,40 @@ class GradScaler(Stepping):
             What ``optimizer.step`` returned, or None if the step was skipped.
         """
         closure, rest, rest_kwargs = closures.split(args, kwargs)
-        _check_step_arguments(max_norm, retries, closure)
-        self._max_norm = max_norm
+        closures.check_arguments(max_norm, retries, closure)
+        self._outcome.max_norm = max_norm
         if not self._enabled:
-            return self._step_disabled(optimizer, closure, max_norm, args, kwargs)
-        self._known_skip = None
+            return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
+        self._outcome.known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._ready(optimizer, "step")
-        state = self._per_optimizer_states[id(optimizer)]
-        later_backward.heed(self, state)
-        if state["stage"] is OptState.STEPPED:
+        known = self._steps.of(optimizer)
+        later_backward.heed(self._check, known)
+        if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if closure is not None:
-            result = closures.step(self, optimizer, closure, max_norm, retries, rest, rest_kwargs)
-        elif torch.compiler.is_compiling():
-            result = self._step_traced(optimizer, max_norm)
-        elif (
-            (norm := self._fast_norm(optimizer, max_norm, state)) is not None
-            and not (args or kwargs)
-            and self._can_step_fast(optimizer)
-        ):
-            result = self._step_fast(optimizer, norm)
-        elif fused.supports(optimizer):
-            result = self._step_fused(optimizer, max_norm, args, kwargs)
+        if closure is None:
+            result = ways.step(
+                self._check,
+                optimizer,
+                known,
+                max_norm,
+                (args, kwargs),
+                unscale=self.unscale_,
+                unscale_grads=self._unscale_grads_,
+                scaler=self,
+            )
         else:
-            result = self._step_plain(optimizer, max_norm, args, kwargs)
-        state["stage"] = OptState.STEPPED
+            result = closures.ClosureStep(
+                self._check,
+                optimizer,
+                closure,
+                unscale=self.unscale_,
+                max_norm=max_norm,
+                retries=retries,
+            ).run(rest, rest_kwargs)
+        known.entry["stage"] = OptState.STEPPED
         if not torch.compiler.is_compiling():
-            self._skips[optimizer] = self._last_found, self._known_skip
+            self._outcome.keep_for(optimizer)
         return result
 
     # Update.
@@ -202,93 +383,147 @@ class GradScaler(Stepping):
         """
         if not self._enabled:
             return
-        state, counts = self._device_state("update")
+        found, bad_loss = self._check.overflow_counts(required=new_scale is None)
+        self._end_iteration(new_scale, found, bad_loss)
+
+    def _end_iteration(
+        self, new_scale: float | Tensor | None, found: Tensor, bad_loss: Tensor
+    ) -> None:
+        """Record the step, move the scale and begin anew.
+
+        Args:
+            new_scale: what the user gave to ``update``.
+            found: 0-d float32: how many optimizers found an inf or a NaN.
+            bad_loss: 0-d float32: how many of them had a bad loss.
+        """
         for recorder in self._recorders:
-            recorder.note(self)
-        if new_scale is None:
-            found, bad_loss = self._overflow_counts()
-            update_(self._policy, state, counts, found, bad_loss)
-        else:
-            self._set_scale(state.scale, new_scale)
-            found = self._overflow_counts(required=False)[0].int()
-            counts[SKIPPED] += found
-            counts[CONSECUTIVE] = torch.where(found > 0, counts[CONSECUTIVE] + 1, 0)
-            counts[UPDATES] += 1
-        self._per_optimizer_states = defaultdict(fresh_optimizer_state)
-        self._losses.reset()
-        self._losses.outside = False
-        if not torch.compiler.is_compiling():
-            self._check_dispute()
-            self._reactions.to(self._readback.tick(counts), self)
-
-    def _overflow_counts(self, required: bool = True) -> tuple[Tensor, Tensor]:
-        """How many optimizers found an inf or a NaN, and how many of them had a bad loss."""
-        states = [s for s in self._per_optimizer_states.values() if s["found_inf_per_device"]]
-        dropped = later_backward.dropped(self._per_optimizer_states.values())
-        if required and not states and not dropped:
-            raise AssertionError("No inf checks were recorded prior to update.")
-        checks = [(self._found(s), s.get("bad_loss")) for s in states] + dropped
-        losses = [bad_loss for _, bad_loss in checks if bad_loss is not None]
-        return _total([found for found, _ in checks], self._zero), _total(losses, self._zero)
-
-    def _set_scale(self, scale: Tensor, new_scale: Any) -> None:
-        low, high = self._policy.min_scale, self._policy.max_scale
-        if isinstance(new_scale, Tensor):
-            if (
-                new_scale.device.type != self._device
-                or new_scale.numel() != 1
-                or new_scale.requires_grad
-            ):
-                raise AssertionError(
-                    "new_scale should be a number or a 1-element tensor with requires_grad=False "
-                    f"on a {self._device!r} device, got {new_scale!r}"
-                )
-            value = new_scale.reshape(()).to(scale.device, torch.float32)
-            usable = (value >= low) & (value <= high)
-            scale.copy_(torch.where(usable, value, scale))
-            return
-        if isinstance(new_scale, bool) or not isinstance(new_scale, (int, float)):
-            raise ValueError(f"new_scale must be a number or a tensor, got {new_scale!r}")
-        if not low <= new_scale <= high:
-            raise ValueError(
-                f"new_scale must lie between min_scale={low!r} and max_scale={high!r}, got "
-                f"{new_scale!r}"
+            recorder.note(
+                self._device_scale,
+                found,
+                bad_loss,
+                self._outcome,
+                self._losses.total,
+                self._search.found_now,
             )
-        scale.fill_(float(new_scale))
+        if new_scale is None:
+            self._device_scale.update_(found, bad_loss)
+        else:
+            self._device_scale.set_(new_scale, found, self._device)
+        self._steps.reset()
+        self._losses.end_iteration()
+        if not torch.compiler.is_compiling():
+            self._search.end_step()
+            self._look_after()
+
+    def _look_after(self) -> None:
+        """Raise or warn of what has reached the host by now."""
+        if self._agreement.evidence is not None:
+            self._agreement.verify()
+        scale = self._device_scale
+        counts = scale.readback.tick(scale.counts)
+        if counts is not None:
+            self._alarms.sound(counts, self)
+            self._search.consider(counts[BAD_LOSS], counts[CONSECUTIVE])
 
     # What happened.
 
     @property
     def last_step_skipped(self) -> Tensor:
         """Whether the latest ``step()`` was skipped: 0-d bool on the scaler's device."""
-        if self._last_found is None:
+        found = self._outcome.found_inf
+        if found is None:
             device = "cpu" if self._scale is None else self._scale.device
             return torch.zeros((), dtype=torch.bool, device=device)
-        return self._last_found > 0
+        return found > 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped up to the last ``update()``; waits for the device."""
+        if self._device_scale.counts is not None:
+            self._alarms.sound(self._device_scale.counts.tolist(), self)
+        return self._device_scale.skipped_steps()
 
     @property
     def grad_norm(self) -> Tensor | None:
         """The true gradient's L2 norm before clipping, 0-d float32 on the device, of the latest
         ``step`` with ``max_norm``; None before any."""
-        return self._grad_norm
+        return self._outcome.grad_norm
 
-    def record_to(self, path_or_writer: Any, every: int = 1) -> Recorder:
-        """Record every n-th step from now on: scale, skip and its cause, norm, clipping, probes.
+    @property
+    def slow_step_reason(self) -> str | None:
+        """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
+        return self._outcome.slow_step_reason
+
+    def overflow_report(self) -> Report:
+        """``(name, inf, nan)`` for each gradient that held an inf or a NaN in the last overflow,
+        in the optimizer's order; empty if there was none."""
+        return self._overflows.report()
+
+    @property
+    def last_cause(self) -> Cause | None:
+        """Where the last bad number began that no scale could mend: module or tensor, operation,
+        and what helps. Looked for after a loss that was not finite, and after three skipped steps
+        in a row, in the step that follows; None before any was found."""
+        return self._search.last
+
+    @property
+    def forward_guard(self) -> ForwardGuard | None:
+        """What mends the forward pass; None if nothing does."""
+        return self._search.guard
+
+    def explain(self, compute_loss: Callable[[], Tensor]) -> Cause | None:
+        """Take a step as it would be taken now, and say what breaks it; None if nothing does.
+
+        Forward and backward run, watched and uncompiled; gradients stay as they are, and so do
+        the weights, but random numbers are drawn and buffers move. Waits for the device.
+
+        Args:
+            compute_loss: runs the forward pass, autocast and all, and returns the loss.
+        """
+        model = self._overflows.model
+        if model is None:
+            raise ValueError("explain needs the model: GradScaler(..., model=model)")
+        scale = self.get_scale() if self._enabled else 1.0
+        return self._search.explain(compute_loss, scale, list(model.parameters()))
+
+    # Steps after which all is known of a step that a record of it tells.
+    _record_delay = 0
+    _gradient_format = "float16"
+
+    def record_to(
+        self, path_or_writer: Any, every: int = 1, *, step: int | None = None
+    ) -> Recorder:
+        """Record every n-th step from now on: scale, skip and its cause, loss, norm, clipping,
+        probes.
 
         Values leave the device in batches, and nothing waits for them. Several calls record to
         several places. With several ranks a path is written by rank 0 alone, unless it holds
         ``{rank}``.
 
         Args:
-            path_or_writer: a file of JSON lines, continued if it exists; or an object with
-                TensorBoard's ``add_scalar``, or with W&B's ``log(dict)``.
+            path_or_writer: a file of JSON lines, continued if it exists, or a table if it ends in
+                ``.csv``; a ``logging.Logger``; or an object with TensorBoard's ``add_scalar``,
+                W&B's ``log``, MLflow's ``log_metrics``, or ``write(records)`` and ``close()``.
             every: record each n-th step.
+            step: number of the next step. By default the steps of this scaler are counted, those
+                before a checkpoint that was loaded included.
 
         Returns:
             The recorder. Its ``close()`` writes what is under way and ends it; so do the end of
             a ``with`` block over it, of the scaler and of the process.
         """
-        made = attach(self, path_or_writer, every)
+        made = open_recorder(
+            path_or_writer,
+            every,
+            self._overflows,
+            delay=self._record_delay,
+            device_type=self._device,
+            about={"scaler": type(self).__name__, "format": self._gradient_format},
+            first_step=self._device_scale.steps_taken() if step is None else step,
+        )
+        self._losses.keeps_total = True
+        # Runs when the scaler is gone, at the end of the process at the latest.
+        weakref.finalize(self, made.close)
         self._recorders = (*self._recorders, made)
         return made
 
@@ -301,22 +536,12 @@ class GradScaler(Stepping):
         the GPU (fused, or with ``max_norm``) nothing waits for it: a skipped step holds the
         scheduler back 8 calls later.
         """
-        clock = self._clocks.get(scheduler)
-        if clock is None:
-            place = len(self._clocks)
-            saved = self._loaded_clocks[place] if place < len(self._loaded_clocks) else []
-            clock = self._clocks[scheduler] = after_step.SchedulerClock(saved)
-        if not self._enabled or clock.advances(self._skip_of(scheduler)):
+        clock = self._clocks.of(scheduler)
+        skipped = self._outcome.skip_of(getattr(scheduler, "optimizer", None))
+        if skipped is None:
+            skipped = self.last_step_skipped
+        if not self._enabled or clock.advances(skipped):
             scheduler.step(*args)
-
-    def _skip_of(self, scheduler: Any) -> Tensor | bool:
-        """Whether the last step of the scheduler's optimizer was skipped, else the latest's."""
-        optimizer = getattr(scheduler, "optimizer", None)
-        latest = self._last_found, self._known_skip
-        found, known = latest if optimizer is None else self._skips.get(optimizer, latest)
-        if known is not None:
-            return known
-        return self.last_step_skipped if found is None else found > 0
 
     def update_ema(
         self,
@@ -336,22 +561,60 @@ class GradScaler(Stepping):
         with torch.no_grad():
             after_step.average_(averages, source, decay, self.last_step_skipped)
 
+    # Checkpoints.
 
-def _total(flags: list[Tensor], zero: Tensor) -> Tensor:
-    if not flags:
-        return zero
-    return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's five entries and one more, ``"gradlift"``; primitives only, ``{}`` if disabled.
 
+        Call it after ``update()``. torch's own class can load it. Refused where the ranks were
+        seen to differ.
+        """
+        self._agreement.verify(wait=True)
+        if not self._enabled:
+            return {}
+        own = {
+            "hysteresis_tracker": self._device_scale.hysteresis_left(),
+            "skipped_steps": self._device_scale.skipped_steps(),
+            "steps": self._device_scale.steps_taken() or 0,
+            "mended": json.dumps(self._search.mended),
+            "scheduler_flags": self._clocks.pending(),
+        }
+        return checkpoint.write(self.policy, self.get_scale(), self._get_growth_tracker(), own)
 
-def _check_step_arguments(max_norm: Any, retries: Any, closure: closures.Closure | None) -> None:
-    if max_norm is not None and (
-        isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0
-    ):
-        raise ValueError(f"max_norm must be a number above 0 (or math.inf), got {max_norm!r}")
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"retries must be a whole number from 0 up, got {retries!r}")
-    if retries and closure is None:
-        raise ValueError(
-            f"retries={retries} needs a closure: step(optimizer, closure, retries={retries}), "
-            "where closure zeroes the gradients, scales the loss, calls backward and returns it"
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this class or of torch's. A damaged one is refused with a
+        ``ValueError`` (an empty one with torch's ``RuntimeError``) and changes nothing."""
+        if not self._enabled:
+            return
+        if isinstance(state_dict, dict) and not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved "
+                "from a disabled instance of GradScaler."
+            )
+        loaded = checkpoint.read(state_dict, self.policy)
+        self._search.load(loaded.mended)  # the last that may refuse
+        self._agreement.loads += 1
+        self._device_scale.load(
+            loaded.policy,
+            loaded.scale,
+            loaded.growth_tracker,
+            loaded.hysteresis_tracker,
+            loaded.skipped_steps,
+            loaded.steps,
         )
+        self._clocks = after_step.SchedulerClocks(loaded.scheduler_flags)
+        self._alarms.restart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and self._steps.entries:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at "
+                "the end after scaler.update()."
+            )
+        self._agreement.verify(wait=True)
+        return {k: v for k, v in self.__dict__.items() if k not in ("_check", "_recorders")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._recorders = ()
+        self._check = self._new_check()

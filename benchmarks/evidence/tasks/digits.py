@@ -26,7 +26,7 @@ FILE = Path(__file__).with_name("digits.npz")
 HELD_OUT = 360
 SLOTS = 4
 """Digits that a scene holds at most, one in each quarter."""
-CLUTTER = 6
+CLUTTER = 4
 SOLID = 0.25
 """From here on a pixel of a pasted digit belongs to it."""
 
@@ -112,8 +112,8 @@ def _shades(count: int, pixels: int, chance: torch.Generator) -> Tensor:
 def _place(
     count: int, pixels: int, left: int, top: int, room: int, chance: torch.Generator
 ) -> Tensor:
-    """Square boxes inside a square of ``room`` pixels, of 0.13 to 0.4 of the canvas: (count, 4)."""
-    size = pixels * (0.13 + 0.27 * torch.rand(count, generator=chance))
+    """Square boxes inside a square of ``room`` pixels, of 0.2 to 0.45 of the canvas: (count, 4)."""
+    size = pixels * (0.2 + 0.25 * torch.rand(count, generator=chance))
     x, y = torch.rand(2, count, generator=chance) * (room - size)
     return torch.stack([left + x, top + y, left + x + size, top + y + size], dim=1)
 

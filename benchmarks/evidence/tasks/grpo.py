@@ -89,7 +89,10 @@ class Counting(Task):
         if self.sampler is None:
             # A deep copy would copy what a scaler has put on the model.
             self.sampler = type(model)(copy.deepcopy(model.config))  # type: ignore[call-arg]
-            self.sampler.to(self.device, self.dtype).eval().requires_grad_(False)
+            self.sampler.to(self.device).eval().requires_grad_(False)
+            # Parameters alone: engines keep the tables of rotary positions in float32.
+            for parameter in self.sampler.parameters():
+                parameter.data = parameter.data.to(self.dtype)
         own = [*self.sampler.parameters(), *self.sampler.buffers()]
         theirs = [*model.parameters(), *model.buffers()]
         with torch.no_grad():

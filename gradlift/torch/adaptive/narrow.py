@@ -28,7 +28,7 @@ class Narrow:
     def tensors(
         self,
         optimizer: Optimizer,
-        found: tuple[grads.Buckets, grads.Rows],
+        found: tuple[grads.Buckets, grads.Places],
         wide: frozenset[str],
         names: Mapping[int, str],
     ) -> list[list[Tensor]]:
@@ -36,7 +36,7 @@ class Narrow:
 
         Args:
             optimizer: whose gradients.
-            found: from ``grads.collect_rows``.
+            found: from ``grads.collect_places``.
             wide: names of the parameters whose gradients are computed in float32.
             names: parameters' names, by ``id``.
         """

@@ -16,6 +16,7 @@ which module that was.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -81,9 +82,10 @@ class StepWatch:
         """Watch from now on, in this thread and the backward passes it begins."""
         if self.is_on:
             return
-        # A compiled model shows nothing of itself; for this step it runs as it was written.
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
+        if "torch._dynamo" in sys.modules:
+            # A compiled model shows nothing of itself; for this step it runs as it was written.
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
         self._handles = [*self._hook()]
         self._mode = _Mode(self)
         self._mode.__enter__()
@@ -104,7 +106,8 @@ class StepWatch:
             mode.__exit__(None, None, None)
             for handle in self._handles:
                 handle.remove()
-            self._stance.__exit__(None, None, None)
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
 
     def see_loss(self, loss: Tensor) -> None:
         """This tensor, any shape, is a loss; where it is not finite, this is what to explain."""

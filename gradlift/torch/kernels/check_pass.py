@@ -1,8 +1,8 @@
 # Annotations in Triton are no types: every constexpr is called with plain values.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""The optimizer phase as Triton kernels, same signatures as in ``reference``.
+"""The two passes as Triton kernels, same signatures as in ``reference``.
 
-Pass 1 is here, pass 2 in ``update_kernels``. One launch covers all tensors of a bucket; see
+Pass 1 is here, pass 2 in ``update_pass``. One launch covers all tensors of a bucket; see
 ``tables``. Nothing is written but the results, nothing waits for the host, and every sum is taken
 in a fixed order, so that equal gradients give equal bits.
 """
@@ -70,14 +70,14 @@ def _count_kernel(
 def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None:
     """Count inf and NaN per gradient if an overflow was found; see ``reference``."""
     counts.mul_(found_inf == 0)
-    cut = table.cut(COUNT_CHUNK)
+    chunked = table.chunks(COUNT_CHUNK)
     with on(table.device):
-        for key, part in cut.parts.items():
+        for key, part in chunked.parts.items():
             assert isinstance(key, GradKey)
             chunks = part.stop - part.start
             if chunks:
                 _count_kernel[(min(chunks, COUNT_PROGRAMS),)](
-                    cut.entries[part],
+                    chunked.entries[part],
                     table.addresses,
                     table.numels,
                     found_inf,
@@ -149,44 +149,33 @@ def _rows_kernel(spans, peaks, totals, amax, sumsq, found_inf, BLOCK: tl.constex
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_kernel(sumsq, exponents, scale, norm, rows, EXPONENTS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(sumsq, scale, norm, rows, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         mask = start + offsets < rows
-        part = tl.load(sumsq + start + offsets, mask=mask, other=0.0)
-        if EXPONENTS:
-            power = tl.load(exponents + start + offsets, mask=mask, other=0)
-            part *= tl.exp2(-2.0 * power.to(tl.float64))
-        total += part
+        total += tl.load(sumsq + start + offsets, mask=mask, other=0.0)
     true = tl.sqrt(tl.sum(total)) / tl.load(scale).to(tl.float64)
     tl.store(norm, true.to(tl.float32))
 
 
-def measure(
-    table: GradTable,
-    scale: Tensor,
-    found_inf: Tensor,
-    exponents: Tensor | None = None,
-    *,
-    amax: bool = True,
-) -> Measure:
+def measure(table: GradTable, scale: Tensor, found_inf: Tensor, *, amax: bool = True) -> Measure:
     """Read every gradient once: check, norm, largest magnitudes; see ``reference``.
 
     Here the largest magnitudes cost nothing and are always given.
     """
-    cut = table.cut(MEASURE_CHUNK)
-    peaks = torch.empty(cut.chunks, dtype=torch.int32, device=table.device)
-    totals = torch.empty(cut.chunks, dtype=torch.float64, device=table.device)
+    chunked = table.chunks(MEASURE_CHUNK)
+    peaks = torch.empty(chunked.count, dtype=torch.int32, device=table.device)
+    totals = torch.empty(chunked.count, dtype=torch.float64, device=table.device)
     tops = torch.empty(len(table), dtype=torch.float32, device=table.device)
     sumsq = torch.empty(len(table), dtype=torch.float64, device=table.device)
     norm = torch.empty((), dtype=torch.float32, device=table.device)
     with on(table.device):
-        for key, part in cut.parts.items():
+        for key, part in chunked.parts.items():
             assert isinstance(key, GradKey)
             if part.stop > part.start:
                 _measure_kernel[(part.stop - part.start,)](
-                    cut.entries[part],
+                    chunked.entries[part],
                     table.addresses,
                     table.numels,
                     peaks[part],
@@ -196,14 +185,6 @@ def measure(
                     ALIGNED=key.aligned,
                     num_warps=MEASURE_WARPS,
                 )
-        _rows_kernel[(len(table),)](cut.spans, peaks, totals, tops, sumsq, found_inf, BLOCK=512)
-        _norm_kernel[(1,)](
-            sumsq,
-            exponents,
-            scale,
-            norm,
-            len(table),
-            EXPONENTS=exponents is not None,
-            BLOCK=1024,
-        )
+        _rows_kernel[(len(table),)](chunked.spans, peaks, totals, tops, sumsq, found_inf, BLOCK=512)
+        _norm_kernel[(1,)](sumsq, scale, norm, len(table), BLOCK=1024)
     return Measure(norm, tops, sumsq)

@@ -2,11 +2,11 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 """The small Triton programs of a step, each in place of a dozen tiny kernels.
 
-``judge`` follows the check of the gradients: it tells whether the loss was finite and, only if
-something overflowed, counts what each gradient holds; on request it looks for their largest
-magnitude as well. ``overflow.py`` drives it. ``remark`` writes what the adaptive scaler wants to
-know of a step where the host can read it; ``readback.py`` drives that. ``rule`` is the policy's
-rule; ``update.py`` says when it runs and what it equals. For a model that waits for the
+``count_overflows`` follows the check of the gradients: it tells whether the loss was finite and,
+only if something overflowed, counts what each gradient holds; on request it looks for their largest
+magnitude as well. ``overflow_report.py`` drives it. ``write_row`` writes what the adaptive scaler
+wants to know of a step where the host can read it; ``readback.py`` drives that. ``rule`` is the
+policy's rule; ``update.py`` says when it runs and what it equals. For a model that waits for the
 host every microsecond of a launch counts, so ``Launch`` keeps the compiled program and its
 constants and goes past Triton's look-up.
 """
@@ -69,7 +69,7 @@ class Launch:
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def judge(
+def count_overflows(
     entries,
     addresses,
     numels,
@@ -128,7 +128,7 @@ def judge(
 
 
 @triton.jit(do_not_specialize=["count"])
-def remark(scale_p, largest_p, found_p, bad_p, row_p, count, BLOCK: tl.constexpr):
+def write_row(scale_p, largest_p, found_p, bad_p, row_p, count, BLOCK: tl.constexpr):
     most = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):
         places = start + tl.arange(0, BLOCK)

@@ -97,7 +97,6 @@ def _coefs_kernel(
     addresses,
     groups,
     hypers,
-    exponents,
     scale,
     found_inf,
     norm,
@@ -105,7 +104,6 @@ def _coefs_kernel(
     coefs,
     rows,
     ADAM: tl.constexpr,
-    EXPONENTS: tl.constexpr,
     HYPERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -125,9 +123,6 @@ def _coefs_kernel(
     sign = tl.load(hyper + 1, mask=mask, other=0.0)
     weight_decay = tl.load(hyper + 2, mask=mask, other=0.0)
     inverse = sign / tl.load(scale).to(tl.float64)
-    if EXPONENTS:
-        power = tl.load(exponents + row, mask=mask, other=0)
-        inverse *= tl.exp2(-power.to(tl.float64))
     out = coefs + 16 * row
     tl.store(out, inverse.to(tl.float32), mask=mask)
     tl.store(out + 1, _clip(tl.load(norm), max_norm), mask=mask)
@@ -348,12 +343,11 @@ def update(
     found_inf: Tensor,
     norm: Tensor,
     max_norm: float,
-    exponents: Tensor | None = None,
     seed: int = 0,
 ) -> None:
     """Update every parameter that has a gradient, unless found_inf is set; see ``reference``."""
     with on(table.device):
-        _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm, exponents)
+        _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm)
         _launch_update(table, grads, found_inf, seed)
 
 
@@ -365,7 +359,6 @@ def _launch_coefs(
     found_inf: Tensor,
     norm: Tensor,
     max_norm: float,
-    exponents: Tensor | None,
 ) -> None:
     rows = len(table)
     _coefs_kernel[(triton.cdiv(rows, ROWS),)](
@@ -373,7 +366,6 @@ def _launch_coefs(
         grads.addresses,
         table.groups,
         hypers,
-        exponents,
         scale,
         found_inf,
         norm,
@@ -381,20 +373,19 @@ def _launch_coefs(
         table.coefs,
         rows,
         ADAM=table.kind == "adam",
-        EXPONENTS=exponents is not None,
         HYPERS=HYPERS,
         BLOCK=ROWS,
     )
 
 
 def _launch_update(table: UpdateTable, grads: GradTable, found_inf: Tensor, seed: int) -> None:
-    cut = table.cut(UPDATE_CHUNK)
-    for key, part in cut.parts.items():
+    chunked = table.chunks(UPDATE_CHUNK)
+    for key, part in chunked.parts.items():
         assert isinstance(key, UpdateKey)
         if part.stop == part.start:
             continue
         _update_kernel[(part.stop - part.start,)](
-            cut.entries[part],
+            chunked.entries[part],
             grads.addresses,
             table.numels,
             table.pointers,

@@ -1,4 +1,4 @@
-"""An adaptive scaler among ranks: what it tells the others, and what all of them make of it.
+"""What the adaptive scalers of several ranks tell each other.
 
 The pilot is a pure function of what it is shown, so ranks that are shown the same decide the
 same. What it is shown comes from three places::
@@ -19,35 +19,31 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradlift.plan.histogram import BINS
-from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks import shared_probe
 from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.ranks.message import PLAN
-from gradlift.torch.ranks.reductions import reduction_of
 from gradlift.torch.ranks.shared_probe import Layout, Part
-from gradlift.torch.scaler import GradScaler
-from gradlift.torch.step.readback import capturing, moved_to
-from gradlift.zhao2019 import name_of
+from gradlift.torch.step.readback import capturing
 
 # What a rank adds to its row of the agreement.
 LARGEST, LAYOUT, UNPLANNED, WATCHES = range(4)
-REMARKS = 4
+ADDED = 4
 
 NO_PROBE = -1
 
 _PART_BITS = 26
 
 
-class Heard(NamedTuple):
-    """What the ranks told each other in a step: the largest of each remark, and two more."""
+class AgreedColumns(NamedTuple):
+    """What the ranks told each other in a step: the largest of each column, and two more."""
 
     largest: float
     layout_high: float
@@ -67,28 +63,29 @@ class Heard(NamedTuple):
         return self.layout_low == self.layout_high
 
 
-class Talk:
-    """The step under way: what this rank tells the others, and what they have told."""
+class AdaptiveColumns:
+    """The columns of the step under way: this rank's, and what came of all ranks'."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
         """Of the probe, as it was told last."""
-        self._heard: list[Tensor] = []
+        self.agreed: list[Tensor] = []
+        """What came of each agreement of the step: float64 [ADDED + 2] on the device."""
         self._hashed: tuple[Any, Any, int] | None = None
         self._forms: dict[Any, Tensor] = {}
 
     def hash_of(self, plan: Mapping[str, int], pins: Mapping[str, int]) -> int:
-        """A hash of exponents by name; of mappings that are replaced and never changed."""
-        if self._hashed is None or self._hashed[0] is not plan or self._hashed[1] is not pins:
+        """A hash of exponents by name, computed when they have changed."""
+        if self._hashed is None or self._hashed[0] != plan or self._hashed[1] != pins:
             found = zlib.crc32(repr((sorted(plan.items()), sorted(pins.items()))).encode())
             self._hashed = plan, pins, found
         return self._hashed[2]
 
-    def tell(self, largest: Tensor, probe: Probe | None, unplanned: bool, watches: bool) -> Tensor:
-        """This rank's remarks: float64 [REMARKS] on the device of ``largest``.
+    def write(self, largest: Tensor, probe: Probe | None, unplanned: bool, watches: bool) -> Tensor:
+        """This rank's columns: float64 [ADDED] on the device of ``largest``.
 
         Args:
-            largest: magnitudes, still scaled: float32, of any size but none.
+            largest: magnitudes, still scaled: float32, at least one.
             probe: the one that the step is part of.
             unplanned: whether a graph came along that the plan was not made for.
             watches: whether outputs can be looked at.
@@ -113,27 +110,25 @@ class Talk:
                 self._forms[device, numbers] = ready
         return ready
 
-    def hear(self, remarks: Tensor, disputed: Tensor) -> None:
-        """Take in the remarks of all ranks: float64 [ranks, REMARKS] on the device."""
-        low = remarks[:, LAYOUT].amin()
-        self._heard.append(torch.cat([remarks.amax(0), torch.stack([low, disputed.to(low)])]))
+    def receive(self, columns: Tensor, disputed: Tensor) -> None:
+        """Take in the columns of all ranks: float64 [ranks, ADDED] on the device."""
+        low = columns[:, LAYOUT].amin()
+        self.agreed.append(torch.cat([columns.amax(0), torch.stack([low, disputed.to(low)])]))
 
     def add_to(self, row: Tensor) -> Tensor:
-        """``row``, one dimension, and behind it ``Heard`` in float64 if there was an agreement."""
-        heard, self._heard = self._heard, []
-        if not heard:
-            return row
-        whole = heard[-1]
-        if len(heard) > 1:
-            whole = torch.stack(heard).amax(0)
+        """``row``, one dimension, and ``AgreedColumns`` in float64 behind it."""
+        agreed, self.agreed = self.agreed, []
+        whole = agreed[-1]
+        if len(agreed) > 1:
+            whole = torch.stack(agreed).amax(0)
             # Graphs may be armed between two optimizers' steps: only the last one saw them all.
-            for place in (LAYOUT, REMARKS):
-                whole[place] = heard[-1][place]
+            for place in (LAYOUT, ADDED):
+                whole[place] = agreed[-1][place]
         return torch.cat([row.to(whole), whole])
 
     def end(self) -> Layout | None:
-        """The layout that was told; the step is over, and what was heard of it is forgotten."""
-        self._heard.clear()
+        """The layout that was told; the step is over, and what was agreed in it is forgotten."""
+        self.agreed.clear()
         layout, self.layout = self.layout, None
         return layout
 
@@ -225,7 +220,9 @@ _PARTS = {
 }
 
 
-def explain(rows: Sequence[Sequence[float]], ranks: Ranks, own: Sequence[str]) -> str | None:
+def plan_difference(
+    rows: Sequence[Sequence[float]], ranks: Ranks, own: Sequence[str]
+) -> str | None:
     """Which ranks follow another plan, and in what; None if none does.
 
     Args:
@@ -255,107 +252,3 @@ def _part(number: int, place: int) -> int:
 def _few(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
-
-
-class AmongRanks(GradScaler):
-    """What an adaptive scaler adds to the agreement of a step."""
-
-    _engine: Any
-    _pilot: Any
-    _talk: Talk
-    _amaxes: list[Tensor]
-    _emulate: bool | str
-    _step_number: int
-    # The step after which the latest probe took effect.
-    _planned_at = -1
-
-    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to decide alone in a job of several ranks, whose plans would differ: at the first
-        step, since wrappers may come after the scaler."""
-        super()._look_at(optimizer)
-        if self._ranks is None and dist.get_world_size() > 1:
-            raise ValueError(
-                f"AdaptiveGradScaler: the job has {dist.get_world_size()} ranks, and neither the "
-                "model nor the parameters say which of them train it together. Give the model as "
-                "DDP or FSDP wrapped it, or process_group=, a group or a DeviceMesh; for a rank "
-                "that trains a model of its own, a group of that rank alone"
-            )
-
-    # What to tell.
-
-    def _tell_ranks(self) -> Tensor | None:
-        if torch.compiler.is_compiling():
-            return None
-        engine, home = self._engine, self._zero.device
-        largest = [moved_to(amax.reshape(-1), home) for amax in self._amaxes]
-        return self._talk.tell(
-            torch.cat(largest) if largest else self._zero,
-            engine.recording,
-            engine.unplanned,
-            # Asked only as long as it matters: to find out takes a walk over all modules.
-            self._pilot.plan is not None or engine.can_watch,
-        )
-
-    def _fingerprint(self) -> int:
-        if torch.compiler.is_compiling():
-            # A step's number inside a traced graph would have it traced anew at every step.
-            return 0
-        exponents = self._talk.hash_of(self._engine._plan, self._engine._pins)
-        return fingerprint(exponents, self._course())
-
-    def _course(self) -> tuple[Any, ...]:
-        """What moves the exponents on, and must be equal on all ranks as they are."""
-        pilot = self._pilot
-        settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
-        settings += (pilot.layerwise, name_of(pilot.rule), self._emulate)
-        now = self._step_number, pilot.next_probe, self._engine.probing
-        return *now, *settings
-
-    # What came of it.
-
-    def _hear_ranks(self, remarks: Tensor, disputed: Tensor) -> None:
-        self._talk.hear(remarks, disputed)
-
-    def _refuse(self, rows: list[list[float]]) -> None:
-        offsets, pins = self._engine.offsets, self._engine.pins
-        moved = ", ".join(f"{key} at {offset:+d}" for key, offset in offsets.items() if offset)
-        own = (
-            f"planned {moved or 'nothing'}, pinned {pins or 'nothing'}",
-            "step {}, next probe at {}, probing {}, format {}, tolerance {}, headroom {}, "
-            "interval {}, layerwise {}, rule {}, emulate {}".format(*self._course()),
-        )
-        reason = explain(rows, cast(Ranks, self._ranks), own)
-        if reason is None:
-            super()._refuse(rows)
-        self._per_optimizer_states.clear()
-        raise RuntimeError(reason)
-
-    def _share(self, arrived: Any) -> bool:
-        """Make the probe of a step that of all ranks; False for a step that teaches nothing."""
-        heard: Heard | None = arrived.heard
-        layout, arrived.layout = arrived.layout, None
-        if heard is None or not heard.probed:
-            arrived.probe = None
-        else:
-            ranks, device = cast(Ranks, self._ranks), cast(Tensor, self._scale).device
-            new = Probe if self._pilot.rule is None else LayerProbe
-            arrived.probe = shared(arrived.probe, layout, heard.alike, ranks, device, new)
-            arrived.probe.reduction = reduction_of(self._engine.model, ranks.size)
-            self._planned_at = self._step_number
-        # A graph that was unplanned before the latest plan may well be in it.
-        if heard is not None and heard.unplanned and arrived.step > self._planned_at:
-            self._pilot.met_unplanned(self._step_number + 1)
-        return heard is None or not heard.disputed
-
-    def _watches(self, arrived: Any) -> bool:
-        """Whether some rank can look at outputs."""
-        return self._engine.can_watch if arrived.heard is None else bool(arrived.heard.watches)
-
-    def _overflowed(self) -> list[str]:
-        raise NotImplementedError
-
-    def _overflowed_anywhere(self) -> list[str]:
-        if self._ranks is None:
-            return self._overflowed()
-        device = cast(Tensor, self._scale).device
-        return overflowed_anywhere(self._overflowed(), self._pilot.owners, self._ranks, device)

@@ -8,7 +8,7 @@ on all ranks and told with its rank.
 
 Squares of the gradient's norm come in three columns, so that each element counts once: those that
 this rank alone answers for, those of plain gradients, of which every rank holds a copy, and those
-of DTensors, whose meshes may be copies of one another; see ``spread``. Copies that differ are no
+of DTensors, whose meshes may be copies of one another; see ``ownership``. Copies that differ are no
 copies, and that too is a dispute.
 """
 
@@ -59,7 +59,7 @@ class Mine(NamedTuple):
     """float64 [3]: OWN, PLAIN and MESH; None if the norm is not wanted."""
     copy: int = -1
     """Which copy of the mesh this rank is in; -1 if it has no DTensor gradients."""
-    remarks: Tensor | None = None
+    more: Tensor | None = None
     """float64 [any]: more columns, of which nothing is decided here."""
 
 
@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
     disputed: Tensor
     """bool: whether the ranks differ in what must be equal."""
     rows: Tensor
-    """float64 [ranks, COLUMNS and remarks]"""
+    """float64 [ranks, COLUMNS or more]"""
 
 
 class Exchange:
@@ -84,7 +84,7 @@ class Exchange:
     def __init__(self, ranks: Ranks, mine: Mine) -> None:
         device = mine.scale.device
         dtype = torch.float64 if has_float64(device) else torch.float32
-        more = 0 if mine.remarks is None else len(mine.remarks)
+        more = 0 if mine.more is None else len(mine.more)
         self._rows = torch.zeros(ranks.size, COLUMNS + more, dtype=dtype, device=device)
         _write(self._rows[ranks.me], mine)
         self.measured = mine.squares is not None
@@ -109,8 +109,8 @@ def _write(row: Tensor, mine: Mine) -> None:
         row[column].copy_(part)
     for column, number in ((SETTINGS, mine.settings), (LOADS, mine.loads), (PLAN, mine.plan)):
         row[column].fill_(number)
-    if mine.remarks is not None:
-        row[COLUMNS:].copy_(mine.remarks)
+    if mine.more is not None:
+        row[COLUMNS:].copy_(mine.more)
     if mine.squares is not None:
         row[SQUARES].copy_(mine.squares)
         row[COPY].fill_(mine.copy)
@@ -146,7 +146,7 @@ def _count_once(rows: Tensor) -> tuple[Tensor, Tensor]:
     return total, apart
 
 
-def explain(rows: list[list[float]], ranks: Ranks) -> str:
+def difference(rows: list[list[float]], ranks: Ranks) -> str:
     """Which rank differs from the others, and in what; for an error message."""
     for column, name in _NAMES.items():
         values = [row[column] for row in rows]

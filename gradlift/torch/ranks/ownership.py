@@ -1,10 +1,10 @@
-"""Spread: which gradient elements this rank answers for, so that a norm counts each one once.
+"""Which gradient elements this rank answers for, so that a norm counts each one once.
 
 A gradient that is sharded counts where it lies, a replicated one on the first of its ranks. Where
 a group is wider than a gradient's own ranks somebody has to know what the others hold: copies (the
 plain parameters of DDP, a layer norm beside tensor-parallel layers) or their own (pipeline stages,
 experts). Both look alike from here. They are taken for copies, whose norms the ranks then compare
-(``agreement``), unless ``mark_own`` has said otherwise.
+(``message.py``), unless ``mark_own`` has said otherwise.
 
 Pseudo-code, for one gradient::
 
@@ -46,8 +46,8 @@ class Squares(NamedTuple):
     """The first rank of the copy of the mesh that this rank is in; -1 without DTensors."""
 
 
-class Spread:
-    """What is known of the parameters' whereabouts."""
+class Ownership:
+    """Which parameters are whose, as far as it is known."""
 
     def __init__(self) -> None:
         self._marks = WeakTensorKeyDictionary()
@@ -86,7 +86,11 @@ class Spread:
             self.mark(params, module.process_group)
 
     def squares(
-        self, optimizer: torch.optim.Optimizer, buckets: grads.Buckets, rows: grads.Rows, home: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: grads.Buckets,
+        places: grads.Places,
+        home: Any,
     ) -> Squares:
         """This rank's part of the squared norm of the gradients as they lie, on ``home``."""
         if torch.compiler.is_compiling():
@@ -95,7 +99,7 @@ class Spread:
         sums = self._offset(classes, home)
         for (device, dtype), tensors in buckets.items():
             norms = moved_to(grads.tensor_norms(tensors, device), home)
-            mask = self._mask(tuple(classes[row] for row in rows[device, dtype]), home)
+            mask = self._mask(tuple(classes[row] for row in places[device, dtype]), home)
             sums = sums + mask @ norms.to(mask.dtype).square()
         return Squares(sums, copy)
 
@@ -134,7 +138,7 @@ class Spread:
                 continue
             key = id(mesh), grad.placements, mine  # type: ignore[attr-defined]
             if key not in known:
-                known[key] = _spread(mesh, key[1], mine, used)
+                known[key] = _class_of(mesh, key[1], mine, used)
             classes.append(known[key][0])
             copies.add(known[key][1])
         copies.discard(_NO_COPY)
@@ -181,7 +185,7 @@ def is_flat(param: Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-def _spread(
+def _class_of(
     mesh: Any, placements: Any, mine: bool | None, used: dict[int, tuple[Any, set[int]]]
 ) -> tuple[int, int]:
     """The class of a DTensor's gradient, and the copy of the mesh that this rank is in."""

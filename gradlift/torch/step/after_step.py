@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -50,6 +52,38 @@ class SchedulerClock:
     def pending(self) -> list[bool]:
         """The flags that have not taken effect yet; waits for them."""
         return [_value(flag) for flag in self._pending]
+
+
+class SchedulerClocks:
+    """The clocks of all schedulers that a scaler advances, in the order in which they came.
+
+    Args:
+        loaded: flags from a checkpoint that have not taken effect yet, for each scheduler.
+    """
+
+    def __init__(self, loaded: Iterable[list[bool]] = ()) -> None:
+        self._clocks: WeakKeyDictionary[Any, SchedulerClock] = WeakKeyDictionary()
+        self._loaded = list(loaded)
+
+    def of(self, scheduler: Any) -> SchedulerClock:
+        """The clock of ``scheduler``, made at the first call."""
+        clock = self._clocks.get(scheduler)
+        if clock is None:
+            place = len(self._clocks)
+            saved = self._loaded[place] if place < len(self._loaded) else []
+            clock = self._clocks[scheduler] = SchedulerClock(saved)
+        return clock
+
+    def pending(self) -> list[list[bool]]:
+        """The flags that have not taken effect yet, for each scheduler; waits for them."""
+        known = [clock.pending() for clock in self._clocks.values()]
+        return [*known, *self._loaded[len(known) :]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"loaded": self.pending()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["loaded"])
 
 
 def _value(flag: InFlight | bool) -> bool:

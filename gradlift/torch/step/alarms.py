@@ -6,24 +6,21 @@ The counters arrive from the device some steps late (``readback.py``); nothing h
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import Any
 
+from gradlift import floor
 from gradlift.torch.step.overflow_report import describe
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, COUNTS, FLOOR
 
-if TYPE_CHECKING:
-    from gradlift.torch.step.state import Remembering
-
 BAD_LOSS_ADVICE = (
-    "gradlift: the loss is inf or NaN before it is scaled, so the forward pass itself overflowed "
-    "and no loss scale can help. The step is skipped and the scale stays as it is. What helps: "
-    "run the layers with large activations (often the last one, a softmax or a norm) in float32 "
-    "or bfloat16, lower the learning rate, or look for a division by zero or log of zero in the "
-    "loss."
+    "gradlift: the loss is inf or NaN before it is scaled: the data, the weights or the forward "
+    "pass hold what is not finite, and no loss scale can help. The step is skipped and the scale "
+    "stays as it is. The next step is watched for where it begins, and scaler.last_cause will hold "
+    "it; see docs/troubleshooting.md#the-loss-is-inf-or-nan"
 )
 
 
-class Reactions:
+class Alarms:
     """Compares the counters with those it saw last, and acts on what is new."""
 
     def __init__(self, max_consecutive_skips: int | None) -> None:
@@ -36,21 +33,30 @@ class Reactions:
             )
         self._limit = limit
         self._said: set[str] = set()
-        self.forget()
+        self.restart()
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         """The counters start again."""
         self._seen = [0] * COUNTS
 
-    def to(self, counts: list[int] | None, scaler: Remembering) -> None:
-        """React to ``counts``, if any arrived. Raises ``FloatingPointError`` where asked to."""
+    def sound(self, counts: list[int] | None, scaler: Any) -> None:
+        """React to ``counts``, if any arrived.
+
+        Args:
+            counts: the scaler's counters, see ``update.py``; None if none arrived.
+            scaler: whose they are; its public face alone is used.
+
+        Raises:
+            FloatingPointError: where the user asked for it.
+        """
         if counts is None:
             return
         seen, self._seen = self._seen, counts
         if counts[BAD_LOSS] > seen[BAD_LOSS]:
-            self._say_once("bad loss", BAD_LOSS_ADVICE)
+            self._say_once("bad loss", BAD_LOSS_ADVICE, 5)
         if counts[FLOOR] > seen[FLOOR]:
-            self._to_floor(scaler)
+            policy = scaler.policy
+            floor.act(policy.on_floor, lambda: _at_floor(scaler), scaler, self._say_at_floor)
         more = counts[CONSECUTIVE] > seen[CONSECUTIVE]
         if self._limit is not None and more and counts[CONSECUTIVE] >= self._limit:
             raise FloatingPointError(
@@ -59,22 +65,25 @@ class Reactions:
                 f"The last overflow: {describe(scaler.overflow_report())}"
             )
 
-    def _to_floor(self, scaler: Remembering) -> None:
-        on_floor = scaler.policy.on_floor
-        if callable(on_floor):
-            on_floor(scaler)
-            return
-        message = (
-            f"gradlift: a step overflowed with the scale at its floor, min_scale="
-            f"{scaler.policy.min_scale:g}. The gradients hold infs or NaNs that no scale removes: "
-            f"{describe(scaler.overflow_report())}"
-        )
-        if on_floor == "raise":
-            raise FloatingPointError(message)
-        if on_floor == "warn":
-            self._say_once("floor", message)
+    def _say_at_floor(self, message: str) -> None:
+        self._say_once("floor", message, 6)
 
-    def _say_once(self, key: str, message: str) -> None:
+    def _say_once(self, key: str, message: str, stacklevel: int) -> None:
         if key not in self._said:
             self._said.add(key)
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_limit": self._limit, "_said": self._said}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.restart()
+
+
+def _at_floor(scaler: Any) -> str:
+    return (
+        f"gradlift: a step overflowed with the scale at its floor, min_scale="
+        f"{scaler.policy.min_scale:g}. The gradients hold infs or NaNs that no scale removes: "
+        f"{describe(scaler.overflow_report())}"
+    )

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.grads import parameters
-
-if TYPE_CHECKING:
-    from gradlift.torch.scaler import GradScaler
 
 Closure = Callable[[], Any]
 
@@ -44,111 +42,115 @@ class _Snapshot:
         optimizer.state.update(self._state)
 
 
-def step(
-    scaler: GradScaler,
-    optimizer: torch.optim.Optimizer,
-    closure: Closure,
-    max_norm: float | None,
-    retries: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """What ``optimizer.step(closure)`` returns, or None when the step was skipped."""
-    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
-        raise RuntimeError(
-            "step() with a closure evaluates and unscales the gradients itself; do not call "
-            "unscale_() before it, and pass max_norm= to clip"
-        )
+class ClosureStep:
+    """One ``step`` with a closure.
 
-    def evaluate() -> Any:
-        left = retries
+    Args:
+        check: the scaler's.
+        optimizer: what steps.
+        closure: the user's.
+        unscale: the scaler's ``unscale_``.
+        max_norm: to clip to, or None.
+        retries: how often to evaluate again at a lowered scale.
+    """
+
+    def __init__(
+        self,
+        check: GradCheck,
+        optimizer: torch.optim.Optimizer,
+        closure: Closure,
+        *,
+        unscale: Callable[[torch.optim.Optimizer], None],
+        max_norm: float | None,
+        retries: int,
+    ) -> None:
+        self._check, self._optimizer, self._closure = check, optimizer, closure
+        self._unscale, self._max_norm, self._retries = unscale, max_norm, retries
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``optimizer.step(closure)`` returns, or None when the step was skipped."""
+        optimizer, steps = self._optimizer, self._check.steps
+        if steps.of(optimizer).entry["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "step() with a closure evaluates and unscales the gradients itself; do not call "
+                "unscale_() before it, and pass max_norm= to clip"
+            )
+        try:
+            first = [self._evaluate()]
+        except _Overflow:
+            return None
+        except BaseException:
+            steps.forget(optimizer)
+            raise
+
+        before = _fingerprint(optimizer)
+
+        def again() -> Any:
+            # The first call gets the evaluation made above, unless the optimizer has moved since,
+            # as SAM has, which takes its first gradient as given.
+            if first and _fingerprint(optimizer) == before:
+                return first.pop()
+            first.clear()
+            return self._evaluate()
+
+        snapshot = None if _evaluates_once(optimizer) else _Snapshot(optimizer)
+        try:
+            return optimizer.step(again, *args, **kwargs)
+        except _Overflow:
+            assert snapshot is not None, "a single-evaluation optimizer evaluated twice"
+            snapshot.restore(optimizer)
+            return None
+        except BaseException:
+            steps.forget(optimizer)
+            raise
+
+    def _evaluate(self) -> Any:
+        left = self._retries
         while True:
-            loss, overflow = _evaluate(scaler, optimizer, closure, max_norm)
+            loss, overflow = self._evaluate_once()
             if not overflow:
                 return loss
-            if left == 0 or not _lower(scaler, optimizer):
+            if left == 0 or not self._lower():
                 raise _Overflow
             left -= 1
 
-    try:
-        first = [evaluate()]
-    except _Overflow:
-        return None
-    except BaseException:
-        scaler._per_optimizer_states.pop(id(optimizer), None)  # as if nothing had been tried
-        raise
+    def _evaluate_once(self) -> tuple[Any, bool]:
+        """The closure's loss, its gradients unscaled and clipped; and whether they overflowed."""
+        losses, optimizer = self._check.losses, self._optimizer
+        losses.seen = False
+        losses.in_closure = True
+        try:
+            with torch.enable_grad():
+                loss = self._closure()
+        finally:
+            losses.in_closure = False
+        if not losses.seen:
+            raise RuntimeError(
+                "the closure given to step() must call scaler.scale(loss).backward(), so that its "
+                "gradients carry the scale; it called loss.backward() or nothing"
+            )
+        known = self._check.steps.of(optimizer)
+        known.entry["stage"] = OptState.READY
+        known.in_step, known.is_reported = True, False
+        self._unscale(optimizer)
+        if not known.entry["found_inf_per_device"]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        outcome = self._check.outcome
+        outcome.found_inf = self._check.found(known)
+        overflow = outcome.known_skip = bool(outcome.found_inf)
+        if overflow:
+            self._check.end_known_skip(optimizer, known)
+        elif self._max_norm is not None:
+            self._check.clip_(optimizer, self._max_norm)
+        return loss, overflow
 
-    before = _fingerprint(optimizer)
-
-    def again() -> Any:
-        # The first call gets the evaluation made above, unless the optimizer has moved since,
-        # as SAM has, which takes its first gradient as given.
-        if first and _fingerprint(optimizer) == before:
-            return first.pop()
-        first.clear()
-        return evaluate()
-
-    snapshot = None if _evaluates_once(optimizer) else _Snapshot(optimizer)
-    try:
-        return optimizer.step(again, *args, **kwargs)
-    except _Overflow:
-        assert snapshot is not None, "a single-evaluation optimizer evaluated twice"
-        snapshot.restore(optimizer)
-        return None
-    except BaseException:
-        scaler._per_optimizer_states.pop(id(optimizer), None)
-        raise
-
-
-def _evaluate(
-    scaler: GradScaler,
-    optimizer: torch.optim.Optimizer,
-    closure: Closure,
-    max_norm: float | None,
-) -> tuple[Any, bool]:
-    """The closure's loss, its gradients unscaled and clipped; and whether they overflowed."""
-    scaler._losses.seen = False
-    scaler._losses.in_closure = True
-    try:
-        with torch.enable_grad():
-            loss = closure()
-    finally:
-        scaler._losses.in_closure = False
-    if not scaler._losses.seen:
-        raise RuntimeError(
-            "the closure given to step() must call scaler.scale(loss).backward(), so that its "
-            "gradients carry the scale; it called loss.backward() or nothing"
-        )
-    state = scaler._per_optimizer_states[id(optimizer)]
-    state["stage"] = OptState.READY
-    state["stepping"] = True
-    state.pop("attributed", None)
-    scaler.unscale_(optimizer)
-    if not state["found_inf_per_device"]:
-        raise AssertionError("No inf checks were recorded for this optimizer.")
-    scaler._last_found = scaler._found(state)
-    overflow = scaler._known_skip = bool(scaler._last_found)
-    if overflow:
-        scaler._after_skip(optimizer)
-    elif max_norm is not None:
-        scaler._clip_unscaled_(optimizer, max_norm)
-    return loss, overflow
-
-
-def _lower(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Back off now; False where a lower scale cannot be had, would not help, or would put other
-    gradients wrong that were made at this one."""
-    bad_loss = scaler._per_optimizer_states[id(optimizer)]["bad_loss"]
-    if scaler._losses.outside or (bad_loss is not None and bool(bad_loss)):
-        return False
-    scale = scaler.get_scale()
-    lowered = max(scale * scaler.policy.backoff_factor, scaler.policy.min_scale)
-    if lowered >= scale:
-        return False
-    state, _ = scaler._device_state("step")
-    state.scale.fill_(lowered)
-    state.growth_tracker.zero_()
-    return True
+    def _lower(self) -> bool:
+        """Back off now; False where a lower scale cannot be had, would not help, or would put
+        other gradients wrong that were made at this one."""
+        bad_loss = self._check.steps.of(self._optimizer).bad_loss
+        if self._check.losses.outside or (bad_loss is not None and bool(bad_loss)):
+            return False
+        return self._check.scale.lower_()
 
 
 def _fingerprint(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
@@ -174,3 +176,18 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure | None
     if args and callable(args[0]) and not isinstance(args[0], Tensor):
         return args[0], args[1:], kwargs
     return None, args, kwargs
+
+
+def check_arguments(max_norm: Any, retries: Any, closure: Closure | None) -> None:
+    """Refuse what ``GradScaler.step`` cannot use."""
+    if max_norm is not None and (
+        isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0
+    ):
+        raise ValueError(f"max_norm must be a number above 0 (or math.inf), got {max_norm!r}")
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"retries must be a whole number from 0 up, got {retries!r}")
+    if retries and closure is None:
+        raise ValueError(
+            f"retries={retries} needs a closure: step(optimizer, closure, retries={retries}), "
+            "where closure zeroes the gradients, scales the loss, calls backward and returns it"
+        )

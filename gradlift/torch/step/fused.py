@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
+from gradlift.torch.step import grads
+from gradlift.torch.step.check import GradCheck, Unscale
+from gradlift.torch.step.optimizer_step import OptimizerStep
 from gradlift.torch.step.readback import capturing
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""For ``optimizer.step``."""
 
 SCALER_AS_ARGUMENT = (
     "step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
@@ -28,13 +36,57 @@ def supports(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def wants_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step`` takes the scaler itself, a convention torch is giving up."""
-    return _takes_scaler(type(optimizer))
+def run(
+    check: GradCheck,
+    optimizer: torch.optim.Optimizer,
+    known: OptimizerStep,
+    max_norm: float | None,
+    arguments: Arguments,
+    unscale_grads: Unscale,
+) -> Any:
+    """Check, clip and step an optimizer that ``supports`` this."""
+    grad_scale = None
+    if known.entry["stage"] is OptState.READY:
+        known.needs_norm = max_norm is not None
+        check.run(optimizer, known, check.scale.one, True, unscale_grads)
+        grad_scale = check.scale.scale
+    found = check.outcome.found_inf = check.found(known)
+    if max_norm is not None:
+        coefficient = check.clip_coefficient(optimizer, max_norm, grad_scale)
+        if grad_scale is None:
+            grads.multiply_(grads.collect(optimizer, True), coefficient)
+        else:
+            grad_scale = grad_scale / coefficient
+    result = step(optimizer, grad_scale, found, *arguments)
+    if check.clears:
+        grads.zero_where_(grads.collect(optimizer, True), found)
+    return result
+
+
+def run_with_scaler(
+    check: GradCheck,
+    optimizer: torch.optim.Optimizer,
+    known: OptimizerStep,
+    max_norm: float | None,
+    arguments: Arguments,
+    scaler: Any,
+) -> Any:
+    """Step an optimizer that takes the scaler itself, and checks its gradients by it."""
+    if max_norm is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
+            "call unscale_() and clip_grad_norm_() before step()"
+        )
+    warnings.warn(SCALER_AS_ARGUMENT, FutureWarning, stacklevel=4)
+    args, kwargs = arguments
+    result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    check.outcome.found_inf = check.found(known)
+    return result
 
 
 @functools.cache
-def _takes_scaler(kind: type[torch.optim.Optimizer]) -> bool:
+def takes_scaler(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether ``step`` takes the scaler itself, a convention torch is giving up."""
     return "grad_scaler" in inspect.signature(kind.step).parameters
 
 
@@ -74,7 +126,7 @@ def _must_know_first(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> boo
     exist, found_inf is read back: a sync in the first step of a rare setting."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
-    Phase.let_go(optimizer)  # or step() takes back buffers of zeros that Phase has made
+    TwoPassStep.let_go(optimizer)  # or step() takes back buffers of zeros that TwoPassStep has made
     dampened = False
     for group in optimizer.param_groups:
         if not group["momentum"]:

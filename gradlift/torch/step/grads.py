@@ -28,7 +28,7 @@ Key = tuple[torch.device, torch.dtype]
 # Dense real tensors by device and dtype, and which parameter of the optimizer each is of. Plain
 # dicts: older releases of torch.compile trace no others.
 Buckets = dict[Key, list[Tensor]]
-Rows = dict[Key, list[int]]
+Places = dict[Key, list[int]]
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -46,12 +46,12 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool =
         coalesce: sum duplicate entries of every sparse gradient first (needed for a norm).
             Sparse float16 gradients are always coalesced: the sum may overflow.
     """
-    return collect_rows(optimizer, allow_fp16, coalesce)[0]
+    return collect_places(optimizer, allow_fp16, coalesce)[0]
 
 
-def collect_rows(
+def collect_places(
     optimizer: torch.optim.Optimizer, allow_fp16: bool, coalesce: bool = False
-) -> tuple[Buckets, Rows]:
+) -> tuple[Buckets, Places]:
     """``collect``, and each tensor's place among the optimizer's parameters."""
     # Once per parameter and step: attributes are read once, and a device's index is cheaper
     # to look up than the device.
@@ -75,11 +75,11 @@ def collect_rows(
             entry[0].append(grad)
             entry[1].append(row)
     buckets: Buckets = {}
-    rows: Rows = {}
-    for (_, dtype), (tensors, places) in found.items():
+    places: Places = {}
+    for (_, dtype), (tensors, rows) in found.items():
         buckets[tensors[0].device, dtype] = tensors
-        rows[tensors[0].device, dtype] = places
-    return buckets, rows
+        places[tensors[0].device, dtype] = rows
+    return buckets, places
 
 
 def _dense_and_real(param: Tensor, grad: Tensor, allow_fp16: bool, coalesce: bool) -> Tensor:
@@ -128,8 +128,11 @@ def unscale_and_check_(
     for (device, dtype), grads in buckets.items():
         if device not in flags:
             # A copy each: the caller's flag, and the flag of another device, stay as they are.
-            flags[device] = moved_to(found_inf, device, copy=True)
-            inverses[device] = moved_to(inv_scale, device)
+            here = found_inf.device == device
+            flags[device] = found_inf.clone() if here else moved_to(found_inf, device, copy=True)
+            inverses[device] = (
+                inv_scale if inv_scale.device == device else moved_to(inv_scale, device)
+            )
         _scale_and_flag_(grads, flags[device], inverses[device])
         if recheck and dtype is torch.float16:
             _scale_and_flag_(grads, flags[device], torch.ones_like(inverses[device]))

@@ -13,14 +13,15 @@ each gradient, and a hook on each parameter that sees a backward pass come befor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.grads import local, parameters
+from gradlift.torch.step.optimizer_step import OptimizerStep
 
 # On a gradient: it was there, unscaled, when a loss was scaled. Not by address or ``id``, which
 # the next gradient may get.
@@ -85,46 +86,31 @@ class Watch:
         return id(param) not in self._hooked and self._versions[id(param)] != _version(param.grad)
 
 
-def note(scaler: Any) -> None:
+def note(check: GradCheck) -> None:
     """A loss is scaled: look after what lies unscaled, and forget what was cleared."""
-    for state in scaler._per_optimizer_states.values():
-        unscaled = state["stage"] is OptState.UNSCALED and "optimizer" in state
-        optimizer = state["optimizer"]() if unscaled else None
+    for known in check.steps.unscaled():
+        optimizer = known.optimizer and known.optimizer()
         if optimizer is None:
             continue
         if all(param.grad is None for param in parameters(optimizer)):
-            _begin_anew(scaler, state)
-        elif "watch" not in state:
-            state["watch"] = Watch(optimizer)
+            known.begin_anew(check.found(known))
+        elif known.watch is None:
+            known.watch = Watch(optimizer)
 
 
-def heed(scaler: Any, state: dict[str, Any]) -> None:
+def heed(check: GradCheck, known: OptimizerStep) -> None:
     """Before unscaled gradients are used: begin anew if they are those of a later pass.
 
     Raises:
         RuntimeError: they are of both kinds.
     """
-    watch = state.get("watch")
-    if watch is None or state["stage"] is not OptState.UNSCALED:
+    if known.watch is None or known.entry["stage"] is not OptState.UNSCALED:
         return
-    verdict = watch.verdict()
+    verdict = known.watch.verdict()
     if verdict == MIXED:
         raise RuntimeError(_MIXED_REFUSED)
     if verdict == FRESH:
-        _begin_anew(scaler, state)
-
-
-def _begin_anew(scaler: Any, state: dict[str, Any]) -> None:
-    """As before ``unscale_``; an overflow in what was dropped still counts in ``update``."""
-    dropped = [*state.get("dropped", ()), (scaler._found(state), state.get("bad_loss"))]
-    state.clear()
-    state.update(stage=OptState.READY, found_inf_per_device={}, dropped=dropped)
-
-
-def dropped(states: Iterable[dict[str, Any]]) -> list[tuple[Tensor, Tensor | None]]:
-    """The flags of gradients that were unscaled and then dropped, and those of their losses: 0-d
-    float32 on the scaler's device."""
-    return [flag for state in states for flag in state.get("dropped", ())]
+        known.begin_anew(check.found(known))
 
 
 def _noting(watch: Watch, param: Tensor) -> Any:

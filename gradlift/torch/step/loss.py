@@ -7,6 +7,8 @@ and then two steps both steps see both, with loss, step, loss, step each sees it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.update import has_triton
 
 
-class LossWatch:
+class LossFlags:
     """The flags of the losses that the next step answers for."""
 
     def __init__(self) -> None:
@@ -29,6 +31,10 @@ class LossWatch:
         the scale of then, and nothing may change it."""
         self.seen = False
         """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
+        self.keeps_total = False
+        """Whether somebody wants to know ``total``."""
+        self.total: Tensor | None = None
+        """0-d float32 on the scaler's device: the losses of this iteration, summed."""
 
     def see(self, output: Tensor, device: torch.device) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
@@ -40,9 +46,13 @@ class LossWatch:
             self.reset()
         if not output.is_floating_point():
             return
-        value = output._values() if output.is_sparse else local(output)
+        plain = type(output) is Tensor and not output.is_sparse
+        value = output if plain else output._values() if output.is_sparse else local(output)
         if not value.numel():
             return
+        if self.keeps_total:
+            summed = moved_to(value.detach().float().sum(), device)
+            self.total = summed if self.total is None else self.total + summed
         if self._flag is None and self._unseen is None and _can_wait(value, device):
             self._unseen = value.detach()
             return
@@ -74,9 +84,20 @@ class LossWatch:
         self._flag = self._unseen = None
         self._taken = False
 
+    def end_iteration(self) -> None:
+        """The scale may have changed: nothing seen so far counts any more."""
+        self.reset()
+        self.outside, self.total = False, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+
 
 def _can_wait(value: Tensor, device: torch.device) -> bool:
-    """Whether a single loss can be left to the launch that judges the step."""
+    """Whether a single loss can be left to the launch that counts overflows."""
     return (
         value.is_cuda
         and value.device == device

@@ -8,29 +8,26 @@ if it is set, and the counts stay on the device until somebody asks.
 from __future__ import annotations
 
 import weakref
-from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradlift.torch.adaptive.names import Names
-from gradlift.torch.step.grads import Buckets, Key, Rows, local, parameters
+from gradlift.torch.step.grads import Buckets, Key, Places, local, parameters
 from gradlift.torch.step.readback import capturing, moved_to
-from gradlift.torch.two_pass.tables import GradTable, is_dense
+from gradlift.torch.two_pass.tables import DeviceList, GradTable, Table, is_dense, send
 
 Report = tuple[tuple[str, int, int], ...]
 
 # Programs of a launch: enough to count quickly, few enough to cost nothing when there is no need.
 _PROGRAMS = 512
-# The driver takes a copy this small from ordinary memory into its command buffer, without waiting.
-_SMALL = 4096
 # Sets of gradients to remember for an optimizer whose parameters come and go.
 _KEPT = 16
 
 
 class Peaks:
-    """The largest magnitudes that a ``judge`` finds.
+    """The largest magnitudes that ``count_collected`` finds.
 
     Args:
         left_out: rows of the optimizer's parameters not to look at.
@@ -46,43 +43,31 @@ class Peaks:
         return self.found[-1]
 
 
-class _Watched:
+class _CountedGrads:
     """The gradients of one bucket of an optimizer, and the counts of their last overflow."""
 
     def __init__(self, key: Key, rows: list[int], grads: list[Tensor]) -> None:
         from gradlift.torch.kernels import scalars
 
-        self.device, dtype = key
+        self.device, self._dtype = key
         self.rows = rows
-        chunk = scalars.CHUNK
-        numels = torch.tensor([grad.numel() for grad in grads], device="cpu")
-        counts = (numels + chunk - 1) // chunk
-        owner = torch.repeat_interleave(torch.arange(len(grads), device="cpu"), counts)
-        first = counts.cumsum(0) - counts
-        place = torch.arange(len(owner), device="cpu") - first[owner]
-        self.entries = self._send(torch.stack([owner, place], 1).int())
-        self.numels = self._send(numels)
+        self._sizes = [grad.numel() for grad in grads]
+        table = Table(self._sizes, [key] * len(grads), self.device)
+        self.numels, self.chunks = table.numels, table.chunks(scalars.CHUNK)
+        self.programs = max(1, min(self.chunks.count, _PROGRAMS))
         self.cells = torch.zeros(len(grads), 2, dtype=torch.int64, device=self.device)
-        self.chunks = len(owner)
-        self._last: tuple[list[int], Tensor | None] = [], None
-        self._captured: list[tuple[Tensor, Tensor]] = []
-        # Pinned memory cannot be had during a capture, so some is kept ready.
-        self._spares = [
-            torch.empty(len(grads), dtype=torch.int64, device="cpu").pin_memory() for _ in range(4)
-        ]
-        self._dtype = dtype
+        self._known: list[int] = []
+        self._addresses = DeviceList(torch.int64, self.device)
         self._launches: dict[tuple[torch.dtype | None, bool], Any] = {}
         self._counted: tuple[frozenset[int], Tensor] = frozenset(), self.numels
-        self._sizes = [grad.numel() for grad in grads]
-        self.programs = max(1, min(self.chunks, _PROGRAMS))
 
     @property
     def captured(self) -> bool:
         """Whether a CUDA graph reads and writes what is held here."""
-        return bool(self._captured)
+        return self._addresses.captured
 
     def launch(self, loss: Tensor | None, largest: bool) -> Any:
-        """The judge for a loss of this dtype, or for none."""
+        """The kernel for a loss of this dtype, or for none."""
         key = None if loss is None else loss.dtype, largest
         found = self._launches.get(key)
         if found is None:
@@ -90,7 +75,8 @@ class _Watched:
 
             dtype = scalars.DTYPES[self._dtype]
             constants = loss is not None, largest, dtype, scalars.CHUNK
-            found = scalars.Launch(scalars.judge, self.device, self.programs, 4, constants)
+            kernel = scalars.count_overflows
+            found = scalars.Launch(kernel, self.device, self.programs, 4, constants)
             self._launches[key] = found
         return found
 
@@ -101,42 +87,25 @@ class _Watched:
                 0 if row in left_out else size
                 for row, size in zip(self.rows, self._sizes, strict=True)
             ]
-            self._counted = (
-                left_out,
-                self._send(torch.tensor(numels, device="cpu")) if left_out else self.numels,
+            chosen = (
+                send(torch.tensor(numels, device="cpu"), self.device) if left_out else self.numels
             )
+            self._counted = left_out, chosen
         return self._counted[1]
-
-    def _send(self, host: Tensor) -> Tensor:
-        return host.pin_memory().to(self.device, non_blocking=True)
 
     def addresses(self, grads: list[Tensor]) -> Tensor | None:
         """Where ``grads`` lie, int64 on the device; None if they cannot be read by address."""
         addresses = [grad.data_ptr() for grad in grads]
-        if capturing(self.device):
-            return self._captured_addresses(addresses, grads)
-        if addresses == self._last[0]:
-            return self._last[1]
-        if not _all_dense(grads):
+        if addresses != self._known:
+            if not _all_dense(grads):
+                return None
+            self._known = addresses
+        if capturing(self.device) and not self._addresses.can_capture:
             return None
-        host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
-        if len(addresses) > _SMALL:
-            host = host.pin_memory()
-        self._last = addresses, host.to(self.device, non_blocking=True)
-        return self._last[1]
-
-    def _captured_addresses(self, addresses: list[int], grads: list[Tensor]) -> Tensor | None:
-        """A replay reads the host's copy and writes the device's, so both are kept for good."""
-        if not self._spares or not _all_dense(grads):
-            return None
-        host = self._spares.pop()
-        host.copy_(torch.tensor(addresses, device="cpu"))
-        device = host.to(self.device, non_blocking=True)
-        self._captured.append((host, device))
-        return device
+        return self._addresses.hold(addresses)
 
 
-class OverflowLog:
+class OverflowReport:
     """Remembers the last overflow."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
@@ -153,7 +122,7 @@ class OverflowLog:
         self._counted: weakref.WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._watched: weakref.WeakKeyDictionary[Any, dict[Any, _Watched]] = (
+        self._watched: weakref.WeakKeyDictionary[Any, dict[Any, _CountedGrads]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -167,11 +136,11 @@ class OverflowLog:
                 rows.append((name, int(values.isinf().sum()), int(values.isnan().sum())))
         self._last = tuple(row for row in rows if row[1] or row[2])
 
-    def judge(
+    def count_collected(
         self,
         optimizer: torch.optim.Optimizer,
         buckets: Buckets,
-        rows: Rows,
+        places: Places,
         found_inf: dict[torch.device, Tensor],
         updates: Tensor,
         loss: Tensor | None,
@@ -182,7 +151,7 @@ class OverflowLog:
         Args:
             optimizer: whose gradients are in ``buckets``, on CUDA devices.
             buckets: the gradients as they were checked.
-            rows: their places among the optimizer's parameters.
+            places: theirs among the optimizer's parameters.
             found_inf: each device's 0-d float32 flag; set to 1.0 where the loss is not finite.
             updates: 0-d int32 on the loss's device, growing: tells the overflows' order.
             loss: one element, floating, on one of the devices; or None.
@@ -196,7 +165,7 @@ class OverflowLog:
         bad_loss, complete = None, True
         for key, grads in buckets.items():
             device = key[0]
-            bucket = self._bucket(watched, key, rows[key], grads)
+            bucket = self._bucket(watched, key, places[key], grads)
             addresses = None if bucket is None else bucket.addresses(grads)
             if bucket is None or addresses is None:
                 complete = False
@@ -208,7 +177,7 @@ class OverflowLog:
             if peaks is not None:
                 most, counted = peaks.add(bucket.programs, device), bucket.counted(peaks.left_out)
             bucket.launch(loss if looks else None, peaks is not None)(
-                bucket.entries,
+                bucket.chunks.entries,
                 addresses,
                 bucket.numels,
                 flag,
@@ -218,7 +187,7 @@ class OverflowLog:
                 bucket.cells,
                 counted,
                 most,
-                bucket.chunks,
+                bucket.chunks.count,
             )
             if looks:
                 bad_loss = bad
@@ -226,8 +195,8 @@ class OverflowLog:
 
     @staticmethod
     def _bucket(
-        watched: dict[Any, _Watched], key: Key, rows: list[int], grads: list[Tensor]
-    ) -> _Watched | None:
+        watched: dict[Any, _CountedGrads], key: Key, rows: list[int], grads: list[Tensor]
+    ) -> _CountedGrads | None:
         """What watches just these gradients; None where that cannot be made now."""
         # Sizes too: the values of a sparse gradient are as many as the batch has rows.
         identity = key, tuple(rows), tuple([grad.numel() for grad in grads])
@@ -238,7 +207,7 @@ class OverflowLog:
             free = [k for k, kept in watched.items() if not kept.captured]
             if len(free) >= _KEPT:
                 del watched[free[0]]
-            bucket = watched[identity] = _Watched(key, rows, grads)
+            bucket = watched[identity] = _CountedGrads(key, rows, grads)
         return bucket
 
     def count(
@@ -325,7 +294,8 @@ def _all_dense(grads: list[Tensor]) -> bool:
 
 
 def _decode(inf: int, nan: int) -> tuple[int, int, int]:
-    """The step of a row's last overflow, and what it counted then; see ``step_kernels.judge``."""
+    """The step of a row's last overflow, and what it counted then; see
+    ``scalars.count_overflows``."""
     from gradlift.torch.kernels.scalars import STEP_BIT
 
     step = max(inf, nan) >> STEP_BIT

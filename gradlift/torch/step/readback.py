@@ -49,8 +49,8 @@ class InFlight:
         return self._host
 
 
-class Remarks:
-    """What the device says of each step, written by it into memory that the host reads.
+class HostRows:
+    """A row of numbers for each step, written by the device into memory that the host reads.
 
     One launch and one event per step, and nothing is allocated: for a model that waits for the
     host, stacking four numbers and copying them takes longer than all the rest of ``update``.
@@ -70,10 +70,10 @@ class Remarks:
         ).unbind()
         self._events = [torch.cuda.Event() for _ in self._rows]
         self._device = device
-        self._launch = scalars.Launch(scalars.remark, device, 1, 4, (1024,))
+        self._launch = scalars.Launch(scalars.write_row, device, 1, 4, (1024,))
         self._next = 0
 
-    def send(self, scale: Tensor, largest: Tensor, found: Tensor, bad_loss: Tensor) -> Remark:
+    def send(self, scale: Tensor, largest: Tensor, found: Tensor, bad_loss: Tensor) -> HostRow:
         """Queue a row: the scale, the greatest of ``largest``, and the two flags as they are.
 
         Args:
@@ -85,11 +85,11 @@ class Remarks:
         slot, self._next = self._next, (self._next + 1) % self.SLOTS
         self._launch(scale, largest, found, bad_loss, self._rows[slot], largest.numel())
         self._events[slot].record(torch.cuda.current_stream(self._device))
-        return Remark(self._rows[slot], self._events[slot])
+        return HostRow(self._rows[slot], self._events[slot])
 
 
-class Remark:
-    """One row of ``Remarks``; valid until ``SLOTS`` more have been sent."""
+class HostRow:
+    """One of ``HostRows``; valid until ``SLOTS`` more have been sent."""
 
     def __init__(self, row: Tensor, event: torch.cuda.Event) -> None:
         self._row, self._event = row, event
@@ -106,27 +106,27 @@ def capturing(device: torch.device) -> bool:
 
 
 class Counts:
-    """The scaler's counters, delivered to the host at most ``2 * PERIOD`` updates late."""
+    """The scaler's counters, delivered to the host ``2 * PERIOD`` updates late at most.
 
-    PERIOD = 25
+    At fixed updates, whenever they arrive: what the host does about them it does in the same step
+    on every rank.
+    """
+
+    PERIOD = 4
 
     def __init__(self) -> None:
         self._age = 0
         self._pending: InFlight | None = None
 
     def tick(self, counts: Tensor) -> list[int] | None:
-        """Called at every update; the counters when some have arrived, else None."""
+        """Called at every update; the counters when it is their turn, else None."""
         if counts.device.type == "cpu":
             return counts.tolist()
         if capturing(counts.device):
             return None
         self._age += 1
-        arrived = None
-        due = self._age >= self.PERIOD
-        if self._pending is not None and (due or self._pending.arrived()):
-            arrived = self._pending.wait().tolist()
-            self._pending = None
-        if due:
-            self._age = 0
-            self._pending = InFlight(counts)
+        if self._age < self.PERIOD:
+            return None
+        arrived = None if self._pending is None else self._pending.wait().tolist()
+        self._age, self._pending = 0, InFlight(counts)
         return arrived

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,15 @@ from gradlift.formats import get
 from gradlift.plan.histogram import Histogram
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
 from gradlift.report.writers import Writer, writer_for
+from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.outcome import Outcome
+from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.readback import InFlight, capturing, moved_to
 from gradlift.torch.step.update import SKIPPED
 
 if TYPE_CHECKING:
     from gradlift.plan.plan import Plan
     from gradlift.torch.probe.probe import Probe
-    from gradlift.torch.scaler import GradScaler
 
 # Rows to a copy on a GPU; a killed run has not written up to twice as many.
 BATCH = 32
@@ -48,6 +50,9 @@ class _Noted(NamedTuple):
     step: int
     max_norm: float | None
     where: str | None
+    first_bad: str | None
+    has_loss: bool
+    time: float
 
 
 class Recorder:
@@ -55,54 +60,96 @@ class Recorder:
 
     Args:
         writer: where they go.
+        overflows: the scaler's, which names the gradients that overflowed.
         every: record each n-th step.
         delay: records wait this many steps for what is learned of them late.
         batch: rows to a copy.
-        first_step: number of the first step.
     """
 
     def __init__(
-        self, writer: Writer, every: int = 1, delay: int = 0, batch: int = 1, first_step: int = 0
+        self,
+        writer: Writer,
+        overflows: OverflowReport,
+        every: int = 1,
+        delay: int = 0,
+        batch: int = 1,
     ) -> None:
-        self._writer, self._every, self._delay, self._batch = writer, every, delay, batch
-        self._scaler: weakref.ref[GradScaler] | None = None
-        self.step = first_step
+        self._writer, self._overflows = writer, overflows
+        self._every, self._delay, self._batch = every, delay, batch
+        self.step: int = getattr(writer, "next_step", 0)
         """Number of the step under way."""
         self._noted: list[_Noted] = []
         self._rows: Tensor | None = None
         self._sent: tuple[list[_Noted], InFlight] | None = None
         self._held: deque[StepRecord] = deque()
         self._probes: dict[int, tuple[ModuleRecord, ...]] = {}
+        self._largest: dict[int, int] = {}
         self._plans: dict[int, PlanChange] = {}
         self._closed = False
 
-    def note(self, scaler: GradScaler) -> None:
-        """The step under way has ended; called in ``update()`` before the scale changes."""
-        scale = cast(Tensor, scaler._scale)
+    def note(
+        self,
+        scale: DeviceScale,
+        found_inf: Tensor,
+        bad_loss: Tensor,
+        outcome: Outcome,
+        loss: Tensor | None,
+        cause: object = None,
+    ) -> None:
+        """The step under way has ended; called in ``update()`` before the scale changes.
+
+        Args:
+            scale: of the step.
+            found_inf: 0-d float32: how many optimizers found an inf or a NaN.
+            bad_loss: 0-d float32: how many of them had a bad loss.
+            outcome: of the step.
+            loss: 0-d float32: the sum of the losses that were scaled for it; None without any.
+            cause: what broke it, where that was looked for.
+        """
         if self._closed or torch.compiler.is_compiling() or capturing(scale.device):
             return
-        if self._scaler is None:
-            self._scaler = weakref.ref(scaler)
         if self.step % self._every == 0:
-            self._keep_row(scaler, scale)
+            self._keep_row(scale, found_inf, bad_loss, outcome, loss, cause)
         self.step += 1
         if len(self._noted) == self._batch:
             self._send()
         self._release(self.step - self._delay)
 
-    def _keep_row(self, scaler: GradScaler, scale: Tensor) -> None:
-        found, bad_loss = scaler._overflow_counts(required=False)
-        inf, where = _look(scaler, found)
-        measured = scaler._max_norm is not None and scaler.grad_norm is not None
-        norm = cast(Tensor, scaler.grad_norm) if measured else scaler._zero
-        skips = cast(Tensor, scaler._counts)[SKIPPED] + found
-        row = [scale, found, bad_loss, norm, inf, skips, scaler._updates + 1]
-        row = [moved_to(v, scale.device).float().reshape(()) for v in row]
-        if self._rows is None or self._rows.device != scale.device:
-            self._rows = torch.zeros(self._batch, len(row), device=scale.device)
+    def _keep_row(
+        self,
+        scale: DeviceScale,
+        found_inf: Tensor,
+        bad_loss: Tensor,
+        outcome: Outcome,
+        loss: Tensor | None,
+        cause: object,
+    ) -> None:
+        device, counts = scale.device, scale.counts
+        assert scale.scale is not None and counts is not None  # noqa: PT018
+        inf, where = self._look(scale, found_inf)
+        measured = outcome.max_norm is not None and outcome.grad_norm is not None
+        norm = outcome.grad_norm if measured and outcome.grad_norm is not None else scale.zero
+        skips = counts[SKIPPED] + found_inf
+        told = scale.zero if loss is None else loss
+        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, told, scale.updates + 1]
+        row = [moved_to(v, device).float().reshape(()) for v in row]
+        if self._rows is None or self._rows.device != device:
+            self._rows = torch.zeros(self._batch, len(row), device=device)
         self._rows[len(self._noted)].copy_(torch.stack(row))
-        max_norm = scaler._max_norm if measured else None
-        self._noted.append(_Noted(self.step, max_norm, where))
+        max_norm = outcome.max_norm if measured else None
+        first_bad = None if cause is None else str(cause)
+        known = _Noted(self.step, max_norm, where, first_bad, loss is not None, time.time())
+        self._noted.append(known)
+
+    def _look(self, scale: DeviceScale, found_inf: Tensor) -> tuple[Tensor, str | None]:
+        """Whether a gradient held an inf, 0-d, and the first that was not finite, if known here."""
+        if found_inf.device.type == "cpu":
+            report = self._overflows.report() if bool(found_inf) else ()
+            inf = scale.one if any(row[1] for row in report) else scale.zero
+            return inf, report[0][0] if report else None
+        held = self._overflows.held_inf(scale.updates)
+        # Where nobody counted, an overflow is taken for what it nearly always is.
+        return scale.one if held is None else held, None
 
     def _send(self) -> None:
         """Start the copy of the rows at hand, and take in the ones that were under way."""
@@ -128,15 +175,16 @@ class Recorder:
 
         Waits for the device, but only when a batch brings an overflow.
         """
-        scaler = self._scaler and self._scaler()
-        if scaler is None:
-            return 0, None
-        update, report = scaler._overflow.latest()
+        update, report = self._overflows.latest()
         return update, report[0][0] if report else None
 
     def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
         """A probe has come back, of the step ``age`` steps before the one that ended last."""
         self._probes[self.step - 1 - age] = tuple(modules)
+
+    def measured(self, age: int, largest: int) -> None:
+        """floor(log2) of the largest true parameter gradient of a step, as ``probed``."""
+        self._largest[self.step - 1 - age] = largest
 
     def planned(self, change: PlanChange) -> None:
         """A new plan, in force from the step under way on."""
@@ -148,7 +196,8 @@ class Recorder:
         while self._held and self._held[0].step < before:
             record = self._held.popleft()
             modules, plan = _up_to(self._probes, record.step), _up_to(self._plans, record.step)
-            ready.append(replace(record, modules=modules or (), plan=plan))
+            largest = _up_to(self._largest, record.step)
+            ready.append(replace(record, modules=modules or (), plan=plan, largest=largest))
         if ready:
             self._writer.write(ready)
 
@@ -169,17 +218,36 @@ class Recorder:
         self.close()
 
 
-def attach(scaler: GradScaler, target: Any, every: int) -> Recorder:
-    """Record the steps of ``scaler``; see ``GradScaler.record_to``."""
+def open_recorder(
+    target: Any,
+    every: int,
+    overflows: OverflowReport,
+    *,
+    delay: int,
+    device_type: str,
+    about: dict[str, Any],
+    first_step: int | None = None,
+) -> Recorder:
+    """The recorder for what a user gave to ``record_to``.
+
+    Args:
+        target: a path or a writer.
+        every: record each n-th step.
+        overflows: the scaler's.
+        delay: records wait this many steps for what is learned of them late.
+        device_type: of the scaler.
+        about: what a file says of the run.
+        first_step: number of the step under way; None for the one after the last on file.
+    """
+    from gradlift import __version__
+
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of steps above 0, got {every!r}")
-    writer = writer_for(_for_this_rank(target), _about(scaler))
-    first = getattr(writer, "next_step", 0)
-    batch = 1 if scaler._device == "cpu" else BATCH
-    recorder = Recorder(writer, every, scaler._record_delay, batch, first)
-    # Runs when the scaler is gone, at the end of the process at the latest.
-    weakref.finalize(scaler, recorder.close)
-    return recorder
+    about = {**about, "gradlift": __version__, "torch": torch.__version__}
+    writer = writer_for(_for_this_rank(target), about, first_step)
+    made = Recorder(writer, overflows, every, delay, 1 if device_type == "cpu" else BATCH)
+    made.step = made.step if first_step is None else first_step
+    return made
 
 
 def _for_this_rank(target: Any) -> Any:
@@ -205,27 +273,15 @@ class _Nowhere:
         """There is nothing to close."""
 
 
-def _about(scaler: GradScaler) -> dict[str, Any]:
-    from gradlift import __version__
-
-    about = {"scaler": type(scaler).__name__, "gradlift": __version__, "torch": torch.__version__}
-    pilot = getattr(scaler, "_pilot", None)
-    return {**about, "format": "float16" if pilot is None else pilot.format.name}
-
-
-def _look(scaler: GradScaler, found: Tensor) -> tuple[Tensor, str | None]:
-    """Whether a gradient held an inf, 0-d, and the first that was not finite, if known here."""
-    if found.device.type == "cpu":
-        report = scaler.overflow_report() if bool(found) else ()
-        inf = scaler._one if any(row[1] for row in report) else scaler._zero
-        return inf, report[0][0] if report else None
-    held = scaler._overflow.held_inf(scaler._updates)
-    # Where nobody counted, an overflow is taken for what it nearly always is.
-    return scaler._one if held is None else held, None
-
-
 def _record(
-    known: _Noted, scale: float, found: float, bad: float, norm: float, inf: float, skips: float
+    known: _Noted,
+    scale: float,
+    found: float,
+    bad: float,
+    norm: float,
+    inf: float,
+    skips: float,
+    loss: float,
 ) -> StepRecord:
     cause = None if not found else "forward" if bad else "inf" if inf else "nan"
     measured = known.max_norm is not None
@@ -239,6 +295,9 @@ def _record(
         clip,
         int(skips),
         known.where,
+        loss=loss if known.has_loss else None,
+        first_bad=known.first_bad,
+        time=known.time,
     )
 
 

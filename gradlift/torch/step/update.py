@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlift.policy import Policy, ScaleState
+from gradlift.policy import Policy, ScaleState, numbers
 from gradlift.policy import update as next_state
 from gradlift.torch.step.grads import has_float64
 
@@ -91,19 +91,8 @@ def _update_with_where_(
 
 
 def _numbers(policy: Policy, device: torch.device) -> Tensor:
-    """The rule's constants, float64 [7] on ``device``; a Triton scalar would be float32."""
-    return _on_device(
-        (
-            policy.growth_factor,
-            policy.backoff_factor,
-            float(policy.growth_interval),
-            float(policy.hysteresis),
-            float(policy.consecutive_hysteresis),
-            policy.min_scale,
-            policy.max_scale,
-        ),
-        device,
-    )
+    """The rule's numbers, float64 [7] on ``device``; a Triton scalar would be float32."""
+    return _on_device(tuple(map(float, numbers(policy))), device)
 
 
 @functools.cache  # kept for good: a captured CUDA graph may read it

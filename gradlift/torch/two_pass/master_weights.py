@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from gradlift.torch.step.grads import local
 from gradlift.torch.two_pass import master_state
 from gradlift.torch.two_pass.reference import follow_
-from gradlift.torch.two_pass.two_pass import Phase
+from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -75,7 +75,7 @@ class MasterWeights(Optimizer):
         super().__init__(groups, dict(optimizer.defaults))
 
     @property
-    def state(self) -> dict[Any, Any]:  # pyright: ignore
+    def state(self) -> dict[Any, Any]:
         """The state of each parameter that has any, its master included; to read, not to write."""
         found = {}
         for master in self.masters:
@@ -87,7 +87,7 @@ class MasterWeights(Optimizer):
         return found
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """torch's ``__init__`` sets an empty one; it is kept by the optimizer inside."""
 
     def _master(self, param: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class MasterWeights(Optimizer):
                 loss = closure()
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
-        phase = Phase.of(self)
+        phase = TwoPassStep.of(self)
         reason = phase.gather()
         if reason is None:
             one = torch.ones((), device=self.masters[0].device)

@@ -1,6 +1,6 @@
 """The state of a stock optimizer, kept where a step that the device may skip can use it.
 
-See ``optim`` for what lives where and why. Everything here is about the moments at which that
+See ``two_pass`` for what lives where and why. Everything here is about the moments at which that
 matters: state is made, torch's own ``step()`` runs, a checkpoint is taken or loaded. State of a
 DTensor is a DTensor like it, as torch makes it; a ``Slot`` holds what of both lies on this rank.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradlift.torch.step.grads import local
-from gradlift.torch.two_pass.tables import Rule, Slot, capturing
+from gradlift.torch.step.readback import capturing
+from gradlift.torch.two_pass.tables import Rule, Slot
 
 
 class DeviceState:
@@ -234,7 +235,7 @@ class DeviceState:
 
 
 class HandOver:
-    """Step hook that hands the state over to torch; ``Phase`` runs every hook but this one."""
+    """Step hook that hands the state over to torch; ``TwoPassStep`` runs all hooks but this."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = weakref.ref(state)

@@ -1,4 +1,4 @@
-"""The optimizer phase in plain torch: what the kernels must compute, and the path of the CPU.
+"""The two passes in plain torch: what the kernels must compute, and the path of the CPU.
 
 Two passes over the gradients: ``measure`` reads them once, ``update`` reads them again, applies
 the loss scale and the clip coefficient on the way and leaves them as they are. Both work through
@@ -15,16 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradlift.torch.step.grads import host_norms
 from gradlift.torch.two_pass.tables import BATCH, HYPERS, Batch, GradTable, Rule, UpdateTable
-
-Factors: TypeAlias = Tensor | list[float]
-"""What the gradients are multiplied by: one 0-d float32 for all, or a number for each row."""
 
 
 class Measure(NamedTuple):
@@ -57,14 +54,7 @@ def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None
         counts[row, 1] = 0 if grad is None else grad.isnan().sum()
 
 
-def measure(
-    table: GradTable,
-    scale: Tensor,
-    found_inf: Tensor,
-    exponents: Tensor | None = None,
-    *,
-    amax: bool = True,
-) -> Measure:
+def measure(table: GradTable, scale: Tensor, found_inf: Tensor, *, amax: bool = True) -> Measure:
     """Read every gradient once: check, norm, largest magnitudes.
 
     A value that is inf or NaN sets ``found_inf``. A sum of squares that leaves float32's range
@@ -74,7 +64,6 @@ def measure(
         table: float32, float16 or bfloat16 gradients.
         scale: 0-d float32, the loss scale the gradients are multiplied by.
         found_inf: 0-d float32; becomes 1.0 if any value is not finite, else stays as it is.
-        exponents: int32 ``[n]``: row i is multiplied by ``2**exponents[i]`` on top of the scale.
         amax: Whether the largest magnitudes are wanted; they take a pass of their own here.
     """
     tops = torch.zeros(len(table), dtype=torch.float32, device=table.device)
@@ -95,8 +84,7 @@ def measure(
     # Sums of squares of float32 values are finite in float64 unless a value is not.
     if not sumsq.isfinite().all():
         found_inf.fill_(1.0)
-    true = sumsq if exponents is None else sumsq * 4.0 ** -exponents.double()
-    norm = (true.sum().sqrt() / scale.double()).float()
+    norm = (sumsq.sum().sqrt() / scale.double()).float()
     return Measure(norm, tops if amax else None, sumsq)
 
 
@@ -116,7 +104,6 @@ def update(
     found_inf: Tensor,
     norm: Tensor,
     max_norm: float,
-    exponents: Tensor | None = None,
     seed: int = 0,
 ) -> None:
     """Update every parameter that has a gradient, unless ``found_inf`` is set.
@@ -131,16 +118,13 @@ def update(
         found_inf: 0-d float32; anything but 0 leaves parameters, state and counts alone.
         norm: 0-d float32, the true gradient's norm.
         max_norm: Clip the true gradient to this norm; ``inf`` for no clipping.
-        exponents: int32 ``[n]``, as in ``measure``.
         seed: For stochastic rounding; the count of steps is mixed in.
     """
     if found_inf:
         return
     clip = 1.0 if math.isinf(max_norm) else float((max_norm / (norm + 1e-6)).clamp(max=1.0))
     factor = clip / float(scale)
-    factors: Factors = torch.tensor(factor, dtype=torch.float32, device=table.device)
-    if exponents is not None:
-        factors = [factor * 2.0**-power for power in exponents.tolist()]
+    factor_tensor = torch.tensor(factor, dtype=torch.float32, device=table.device)
     counts = [
         slot.taken
         for slot, grad in zip(table.slots, grads.grads, strict=True)
@@ -167,11 +151,11 @@ def update(
         if not lists.is_float32:
             wide = _Lists(*([t.float() for t in tensors] for tensors in lists))
         if rule.kind == "adam":
-            _adam(wide, _scaled(pieces, batch, factors, lists.room), rule, here_numbers)
-        elif exponents is None and _folds(pieces, rule, here_numbers, factor):
+            _adam(wide, _scaled(pieces, batch, factor_tensor, lists.room), rule, here_numbers)
+        elif _folds(pieces, rule, here_numbers, factor):
             _sgd(wide, pieces, rule, _folded(rule, here_numbers, factor), folded=True)
         else:
-            _sgd(wide, _scaled(pieces, batch, factors, lists.room), rule, here_numbers)
+            _sgd(wide, _scaled(pieces, batch, factor_tensor, lists.room), rule, here_numbers)
         _write_back(lists, wide, batch, rule, seed)
 
 
@@ -242,21 +226,16 @@ def _like(pieces: list[Tensor], memory: Tensor) -> list[Tensor]:
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=False)]
 
 
-def _scaled(
-    pieces: list[Tensor], batch: Batch, factors: Factors, room: list[Tensor]
-) -> list[Tensor]:
-    """The pieces of a batch times their factor, float32, in memory that every batch uses again:
+def _scaled(pieces: list[Tensor], batch: Batch, factor: Tensor, room: list[Tensor]) -> list[Tensor]:
+    """The pieces times a factor (0-d float32), in float32, in memory that every batch uses again:
     new memory each time would have to come from the system each time."""
     few = sum(end - start for _, start, end in batch) >= 4096 * len(batch)
-    if isinstance(factors, Tensor) and few and pieces[0].dtype == torch.float32:
+    if few and pieces[0].dtype == torch.float32:
         for piece, place in zip(pieces, room, strict=True):
-            torch.mul(piece, factors, out=place)
+            torch.mul(piece, factor, out=place)
         return room
     torch._foreach_copy_(room, pieces)
-    if isinstance(factors, Tensor):
-        torch._foreach_mul_(room, factors)
-    else:
-        torch._foreach_mul_(room, [factors[row] for row, _, _ in batch])
+    torch._foreach_mul_(room, factor)
     return room
 
 

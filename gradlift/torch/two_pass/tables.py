@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from gradlift.torch.step.readback import capturing
+
 ALIGNMENT = 16
 """Bytes one vector load moves; tensors that start elsewhere go to launches of their own."""
 
@@ -29,11 +31,6 @@ BATCH = 2**19
 _SPARES = 4
 
 _TYPECODES = {torch.int64: "q", torch.float64: "d"}
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -107,8 +104,25 @@ class DeviceList:
             length, dtype=self.dtype, device="cpu", pin_memory=self.device.type == "cuda"
         )
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph reads what is held here."""
+        return bool(self._captured)
 
-class Cut(NamedTuple):
+    @property
+    def can_capture(self) -> bool:
+        """Whether a staging tensor is set aside for a capture."""
+        return bool(self._spares)
+
+
+def send(host: Tensor, device: torch.device) -> Tensor:
+    """``host``, a CPU tensor, on ``device``, without waiting."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Chunks(NamedTuple):
     """The tensors of a table cut into chunks of ``size`` elements, the last one shorter."""
 
     size: int
@@ -120,7 +134,7 @@ class Cut(NamedTuple):
     """The chunks of each bucket."""
 
     @property
-    def chunks(self) -> int:
+    def count(self) -> int:
         return len(self.entries)
 
 
@@ -149,7 +163,7 @@ class Table:
     ) -> None:
         if capturing(device):
             raise RuntimeError(
-                "the optimizer phase needs new tables, which cannot be sent during the capture of "
+                "the two passes need new tables, which cannot be sent during the capture of "
                 "a CUDA graph: run one step with the same gradients before the capture"
             )
         self.host_numels = list(numels)
@@ -157,18 +171,18 @@ class Table:
         self.buckets: dict[Hashable, list[int]] = {}
         for row, key in enumerate(keys):
             self.buckets.setdefault(key, []).append(row)
-        self.numels = torch.tensor(self.host_numels, dtype=torch.int64, device="cpu").to(device)
-        self._cuts: dict[int, Cut] = {}
+        self.numels = send(torch.tensor(self.host_numels, dtype=torch.int64, device="cpu"), device)
+        self._chunks: dict[int, Chunks] = {}
         self._batches: list[Batch] | None = None
 
     def __len__(self) -> int:
         return len(self.host_numels)
 
-    def cut(self, size: int) -> Cut:
+    def chunks(self, size: int) -> Chunks:
         """Return the chunks of ``size`` elements, built at the first call."""
-        if size not in self._cuts:
-            self._cuts[size] = self._build_cut(size)
-        return self._cuts[size]
+        if size not in self._chunks:
+            self._chunks[size] = self._build_chunks(size)
+        return self._chunks[size]
 
     def batches(self) -> list[Batch]:
         """Return pieces in batches that share a bucket and fit a CPU's cache together."""
@@ -194,7 +208,7 @@ class Table:
         if batch:
             yield batch
 
-    def _build_cut(self, size: int) -> Cut:
+    def _build_chunks(self, size: int) -> Chunks:
         order = [row for rows in self.buckets.values() for row in rows]
         rows = torch.tensor(order, dtype=torch.int64, device="cpu")
         counts = (
@@ -214,7 +228,7 @@ class Table:
             stop = int(ends[position - 1])
             parts[key] = slice(start, stop)
             start = stop
-        return Cut(size, entries.to(self.device), spans.to(self.device), parts)
+        return Chunks(size, send(entries, self.device), send(spans, self.device), parts)
 
 
 class GradKey(NamedTuple):

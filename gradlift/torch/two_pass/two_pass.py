@@ -1,6 +1,6 @@
 """Stock optimizers in two passes: check and norm, then clip, unscale and update at once.
 
-One step, in pseudo-code; ``Phase`` has the same shape::
+One step, in pseudo-code; ``TwoPassStep`` has the same shape::
 
     gather:   where gradients, parameters and state lie; a reason if this step cannot be served
     measure:  found_inf |= any gradient not finite; norm of the true gradient
@@ -54,24 +54,25 @@ SMALL = 4096
 _UNREADY = "gather() has to come first"
 
 
-class Phase:
-    """The optimizer phase of one optimizer; get it with ``Phase.of``.
+class TwoPassStep:
+    """The two passes of one optimizer; get them with ``TwoPassStep.of``.
 
     Example:
-        >>> phase = Phase.of(optimizer)
-        >>> if phase.gather() is None:
-        ...     found = phase.measure(scale, found_inf)
-        ...     phase.update(scale, found_inf, found.norm, max_norm=1.0)
+        >>> passes = TwoPassStep.of(optimizer)
+        >>> if passes.gather() is None:
+        ...     found = passes.measure(scale, found_inf)
+        ...     passes.update(scale, found_inf, found.norm, max_norm=1.0)
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        from gradlift.torch.two_pass.master_weights import MasterWeights  # which imports this file
-
         self._outer = weakref.ref(optimizer)
-        inner, self._lows, self._stochastic = optimizer, {}, False
-        if isinstance(optimizer, MasterWeights):
-            inner, self._lows = optimizer.inner, optimizer.lows
-            self._stochastic = optimizer.stochastic_rounding
+        inner: Optimizer = optimizer
+        self._lows: dict[Tensor, Tensor] = {}
+        self._stochastic = False
+        if hasattr(optimizer, "lows"):  # it is a ``MasterWeights``, which imports this file
+            wrapper: Any = optimizer
+            inner, self._lows = wrapper.inner, wrapper.lows
+            self._stochastic = wrapper.stochastic_rounding
         self._inner = weakref.ref(inner)
         # Ranks that hold copies have to round alike, whatever each of them was seeded with.
         self._seed = 0 if distributed.initialized() else torch.initial_seed() % 2**31
@@ -90,23 +91,23 @@ class Phase:
 
     @classmethod
     @torch._disable_dynamo
-    def of(cls, optimizer: Optimizer) -> Phase:
-        """Return the phase of ``optimizer``, made at the first call."""
-        if optimizer not in _PHASES:
-            _PHASES[optimizer] = cls(optimizer)
-        return _PHASES[optimizer]
+    def of(cls, optimizer: Optimizer) -> TwoPassStep:
+        """Return the two passes of ``optimizer``, made at the first call."""
+        if optimizer not in _STEPS:
+            _STEPS[optimizer] = cls(optimizer)
+        return _STEPS[optimizer]
 
     @classmethod
     @torch._disable_dynamo
     def let_go(cls, optimizer: Optimizer) -> None:
         """Leave the state of ``optimizer`` as torch's own ``step()`` expects it."""
-        if optimizer in _PHASES:
-            _PHASES[optimizer]._state.hand_over()
+        if optimizer in _STEPS:
+            _STEPS[optimizer]._state.hand_over()
 
     @property
     def optimizer(self) -> Optimizer:
         optimizer = self._inner()
-        assert optimizer is not None, "a phase does not outlive its optimizer"
+        assert optimizer is not None, "two passes do not outlive their optimizer"
         return optimizer
 
     @torch._disable_dynamo
@@ -166,17 +167,10 @@ class Phase:
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def measure(
-        self,
-        scale: Tensor,
-        found_inf: Tensor,
-        exponents: Tensor | None = None,
-        *,
-        amax: bool = True,
-    ) -> Measure:
+    def measure(self, scale: Tensor, found_inf: Tensor, *, amax: bool = True) -> Measure:
         """Pass 1, over the gradients of the last ``gather``; see ``reference.measure``."""
         assert self._grads is not None, _UNREADY
-        return self._backend.measure(self._grads, scale, found_inf, exponents, amax=amax)
+        return self._backend.measure(self._grads, scale, found_inf, amax=amax)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -186,7 +180,6 @@ class Phase:
         found_inf: Tensor,
         norm: Tensor,
         max_norm: float,
-        exponents: Tensor | None = None,
     ) -> None:
         """Pass 2, with the optimizer's step hooks around it; see ``reference.update``.
 
@@ -201,7 +194,7 @@ class Phase:
                 reason = self.gather()
                 if reason is not None:
                     raise RuntimeError(f"an optimizer step hook left what cannot be used: {reason}")
-            self.apply(scale, found_inf, norm, max_norm, exponents)
+            self.apply(scale, found_inf, norm, max_norm)
             for hook in chain(
                 outer._optimizer_step_post_hooks.values(),
                 _global_optimizer_post_hooks.values(),
@@ -217,7 +210,6 @@ class Phase:
         found_inf: Tensor,
         norm: Tensor,
         max_norm: float,
-        exponents: Tensor | None = None,
     ) -> None:
         """``update`` without the hooks; lets go of the gradients, as torch's own step does."""
         assert self._grads is not None, _UNREADY
@@ -231,7 +223,6 @@ class Phase:
             found_inf,
             norm,
             float(max_norm),
-            exponents,
             self._seed,
         )
         self._grads.release()
@@ -305,7 +296,7 @@ class Phase:
         return bool(hooks)
 
 
-_PHASES: weakref.WeakKeyDictionary[Optimizer, Phase] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[Optimizer, TwoPassStep] = weakref.WeakKeyDictionary()
 
 
 def _in_order_of(owner: Tensor, grad: Tensor) -> Tensor:

@@ -13,23 +13,11 @@ graph still is what would be run, ``scaler.replayable``. ``CapturedStep`` is tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-if TYPE_CHECKING:
-    from gradlift.torch.adaptive_scaler import AdaptiveGradScaler
-
-
-class Captured(NamedTuple):
-    """What is kept of a captured step."""
-
-    row: Tensor
-    """float32 [4] in the graph's memory, written by every replay: what is told of a step, and
-    asked for unless the scaler is closed."""
-    key: Any
-    """What it was captured with."""
+from gradlift.torch.adaptive_scaler import AdaptiveGradScaler
 
 
 class CapturedStep:
@@ -60,7 +48,7 @@ class CapturedStep:
             return self._replay()
         # The old graph's memory is free for the new one.
         self._graph = self._result = None
-        key = self._scaler._replay_key
+        key = self._scaler.replay_key
         if self._scaler.probing or key != self._warm_for:
             self._warm_for = None if self._scaler.probing else key
             return self._run()

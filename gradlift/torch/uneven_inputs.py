@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from gradlift.torch import for_trainers
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.step import closures, grads
 
@@ -53,7 +54,7 @@ class UnevenInputs(Joinable):
                     "UnevenInputs(scaler, first, second, ...) takes optimizers one by one, got "
                     f"{type(optimizer).__name__!r} among them"
                 )
-        if scaler._process_group is None:
+        if for_trainers.process_group(scaler) is None:
             raise ValueError(
                 "the scaler has no process_group, so its ranks decide alone and a rank without "
                 "batches cannot follow the others: GradScaler(..., process_group=group)"
@@ -72,7 +73,7 @@ class UnevenInputs(Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        return self._scaler._process_group
+        return for_trainers.process_group(self._scaler)
 
 
 UNSCALE, STEP, UPDATE = range(1, 4)

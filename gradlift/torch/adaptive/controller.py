@@ -1,0 +1,380 @@
+"""What a step teaches: to the pilot, and from there to the scale and to the engine.
+
+The record of a step, and its probe if it was one, are shown to the pilot DELAY steps later, waiting
+if it must: a run takes the same steps on a fast machine and on a slow one. While the first exponent
+is being looked for there is no delay: a wait costs less than a step at a scale that flushes or
+overflows.
+
+The pilot is a pure function of what it is shown. What several ranks show theirs they agree on
+first, see ``ranks/adaptive_ranks.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradlift.plan.pilot import Pilot, Record
+from gradlift.torch.adaptive.adaptive_state import Saved
+from gradlift.torch.adaptive.emulate import Emulation
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.largest import LargestGradients
+from gradlift.torch.adaptive.model_identity import identity
+from gradlift.torch.adaptive.step_record import Pending
+from gradlift.torch.probe.layer_probe import LayerProbe
+from gradlift.torch.probe.probe import Probe
+from gradlift.torch.ranks import adaptive_ranks
+from gradlift.torch.ranks.groups import Ranks
+from gradlift.torch.ranks.reductions import reduction_of
+from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.overflow_report import OverflowReport
+from gradlift.torch.step.readback import HostRow, HostRows, InFlight, capturing
+from gradlift.torch.step.recorder import Recorder, plan_change
+from gradlift.torch.step.update import has_triton
+from gradlift.zhao2019 import name_of
+
+# Steps between a step and what is made of it.
+DELAY = 2
+
+
+class Captured(NamedTuple):
+    """What is kept of a step that was captured as a CUDA graph."""
+
+    row: Tensor
+    """float32 [4] in the graph's memory, written by every replay: what is told of a step."""
+    key: Any
+    """What it was captured with, see ``Controller.replay_key``."""
+
+
+class Controller:
+    """Steps in, scale and exponents out; alone moves the next probe.
+
+    Args:
+        pilot: decides.
+        engine: runs the backward passes and records the probes.
+        emulation: rounds gradients to an 8-bit format, if any.
+        scale: what the pilot's shifts act on.
+        overflows: names the parameters that overflowed.
+        emulate: the user's setting, which must be equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        pilot: Pilot,
+        engine: Engine,
+        emulation: Emulation | None,
+        scale: DeviceScale,
+        overflows: OverflowReport,
+        emulate: bool | str,
+    ) -> None:
+        self.pilot, self.engine, self.emulation = pilot, engine, emulation
+        self.largest = LargestGradients(engine)
+        self.captured: Captured | None = None
+        self.pending: deque[Pending] = deque()
+        """Steps that the pilot has not been shown yet."""
+        self.step_number = 0
+        self.emulate = emulate
+        self._scale, self._overflows = scale, overflows
+        self._columns = adaptive_ranks.AdaptiveColumns()
+        self._has_ranks = False
+        self._rows: HostRows | None = None
+        self._planned_at = -1
+        """The step after which the latest probe took effect."""
+        self._loaded_overflowed: list[str] = []
+
+    # A step begins.
+
+    def begin(self, loss: Tensor) -> None:
+        """A loss is about to be scaled; raises if it cannot be."""
+        if self.engine.probing and capturing(loss.device):
+            raise RuntimeError(
+                "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
+                "and capture a later one; gradlift.torch.CapturedStep does so by itself"
+            )
+        if self.emulation is not None:
+            calibrating = self.pilot.plan is None and self.engine.probing
+            self.emulation.begin(self.step_number, calibrating=calibrating)
+        self.engine.check(loss)
+
+    def pin(self, offsets: Mapping[str, int]) -> None:
+        """Fix exponents by hand; ``{}`` ends it."""
+        self.engine.pin(offsets)
+        if offsets:
+            # What is flushed at exponents set by hand says nothing about the planned ones.
+            self.engine.take()
+        else:
+            self._follow()
+            self.probe_now()
+
+    # A step ends.
+
+    def send(self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None) -> InFlight | HostRow:
+        """What is told of a step, on its way: scale, largest gradient, overflow, bad loss.
+
+        Args:
+            found: 0-d float32: how many optimizers found an inf or a NaN.
+            bad_loss: 0-d float32: how many of them had a bad loss.
+            ranks: those that decide together.
+        """
+        scale = self._scale.scale
+        assert scale is not None
+        if ranks is not None or not scale.is_cuda or not has_triton():
+            return InFlight(self._row(found, bad_loss))
+        if self._rows is None:
+            self._rows = HostRows(scale.device)
+        return self._rows.send(scale, self.largest.take(self._scale.zero), found, bad_loss)
+
+    def _row(self, found: Tensor, bad_loss: Tensor) -> Tensor:
+        """The same on the device; with ranks also ``AgreedColumns``."""
+        scale = self._scale.scale
+        assert scale is not None
+        largest = self.largest.take(self._scale.zero).amax()
+        row = torch.stack([scale, largest, found.float(), bad_loss.float()])
+        return self._columns.add_to(row) if self._columns.agreed else row
+
+    def capture(self, found: Tensor, bad_loss: Tensor) -> None:
+        """The step is being captured: a replay takes the plan and the exponents of now."""
+        self.captured = Captured(self._row(found, bad_loss), self.replay_key)
+
+    def end_unseen(self) -> None:
+        """The step is over, and nobody learns from it."""
+        self.largest.clear()
+        self._columns.end()
+
+    def end_step(
+        self,
+        sent: InFlight | HostRow,
+        probe: Probe | None,
+        ranks: Ranks | None,
+        recorders: Iterable[Recorder],
+    ) -> None:
+        """Put the step into the queue, and show the pilot those whose turn has come."""
+        self._has_ranks = ranks is not None
+        pending = Pending(self.step_number, sent, probe)
+        if ranks is not None:
+            pending.layout = self._columns.end()
+        self.pending.append(pending)
+        while len(self.pending) > (0 if self.pilot.searching else DELAY):
+            self.learn(self.pending.popleft(), ranks, recorders)
+        self.step_number += 1
+        self._begin_random()
+        self._probe_if_due()
+
+    def _begin_random(self) -> None:
+        """Now, and not in ``scale()``: a replayed step does not come by there."""
+        if self.emulation is not None:
+            self.emulation.begin_random(self.step_number)
+
+    def learn(
+        self, arrived: Pending, ranks: Ranks | None, recorders: Iterable[Recorder] = ()
+    ) -> None:
+        """Show the pilot a step, and do what it says."""
+        if ranks is not None and not self._share(arrived, ranks):
+            return
+        record = arrived.record()
+        survey = arrived.survey(record.exponent)
+        # Reading the report waits for the device, but only after an overflow.
+        asks = record.overflow and survey is None
+        shift = self.pilot.saw(
+            record,
+            self.step_number,
+            survey,
+            overflowed=self._overflowed_anywhere(ranks) if asks else [],
+            blind=self.pilot.plan is None and (arrived.probed or not self._can_watch(arrived)),
+        )
+        if shift:
+            self._scale.shift_(shift)
+        for recorder in recorders:
+            self._tell(recorder, arrived, record, survey is not None, shift)
+        if survey or record.overflow:
+            self._follow()
+
+    def _follow(self) -> None:
+        """The engine follows the pilot, if it does not already."""
+        offsets, plan = self.pilot.offsets, self.pilot.plan
+        # While probe comes after probe the plan moves, and compiling for it would be in vain.
+        settled = plan is not None and self.pilot.next_probe > self.step_number + 1
+        active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
+        if (offsets, active) != (self.engine.offsets, self.engine.active_keys):
+            self.engine.follow(offsets, active)
+
+    def _tell(
+        self, recorder: Recorder, arrived: Pending, record: Record, probed: bool, shift: int
+    ) -> None:
+        """What a recorder cannot see for itself: probes, and plans with their reason."""
+        modules = arrived.modules(record.exponent, self.engine) if probed else ()
+        moved = shift or self.pilot.offsets != self.engine.offsets
+        if record.amax is not None:
+            recorder.measured(self.step_number - record.step, record.amax)
+        if modules:
+            recorder.probed(self.step_number - record.step, modules)
+        if moved and self.pilot.plan is not None:
+            why = "an overflow" if record.overflow else "the trend of the parameter gradients"
+            why = f"a probe of step {record.step}" if probed else why
+            recorder.planned(plan_change(self.pilot.plan, why))
+
+    def overflowed(self) -> list[str]:
+        """The parameters that held the last overflow, from before a checkpoint if none is newer."""
+        return [name for name, *_ in self._overflows.report()] or self._loaded_overflowed
+
+    def _overflowed_anywhere(self, ranks: Ranks | None) -> list[str]:
+        if ranks is None:
+            return self.overflowed()
+        owners, device = self.pilot.owners, self._scale.device
+        return adaptive_ranks.overflowed_anywhere(self.overflowed(), owners, ranks, device)
+
+    # The next probe.
+
+    def probe_now(self) -> None:
+        """Make the step under way a probe, unless something stands against it."""
+        self._probe_by(self.step_number)
+        self._probe_if_due()
+
+    def _probe_by(self, step: int) -> None:
+        self.pilot.next_probe = min(self.pilot.next_probe, step)
+
+    def _probe_if_due(self) -> None:
+        """Make the next step a probe, unless one is on its way or exponents are pinned."""
+        waiting = any(pending.probed for pending in self.pending)
+        # Ranks tell each other of unplanned graphs first, see ``_share``.
+        if self.engine.unplanned and not self._has_ranks and not waiting:
+            self.pilot.met_unplanned(self.step_number)
+        due = self.step_number >= self.pilot.next_probe
+        if due and not waiting and not self.engine.pins:
+            self.engine.probe()
+
+    # Replays and the end.
+
+    @property
+    def replay_key(self) -> Any:
+        """What a captured step depends on."""
+        engine = self.engine
+        return engine.probing, engine.offsets, engine.pins, self._scale.policy
+
+    def close(self) -> None:
+        """Stop watching the model."""
+        self.engine.close()
+        self.pending.clear()
+        self.captured = None
+        if self.emulation is not None:
+            self.emulation.close()
+
+    # Ranks: what this one adds to the agreement of a step (``agreement.Addition``).
+
+    def check_alone(self, world_size: int) -> None:
+        """Refuse to decide alone in a job of several ranks, whose plans would differ: at the first
+        step, since wrappers may come after the scaler."""
+        if world_size > 1:
+            raise ValueError(
+                f"AdaptiveGradScaler: the job has {world_size} ranks, and neither the "
+                "model nor the parameters say which of them train it together. Give the model as "
+                "DDP or FSDP wrapped it, or process_group=, a group or a DeviceMesh; for a rank "
+                "that trains a model of its own, a group of that rank alone"
+            )
+
+    def columns(self) -> Tensor | None:
+        """See ``AdaptiveColumns.write``; None in a traced step."""
+        if torch.compiler.is_compiling():
+            return None
+        engine = self.engine
+        return self._columns.write(
+            self.largest.all(self._scale.zero),
+            engine.recording,
+            engine.unplanned,
+            # Asked only as long as it matters: to find out takes a walk over all modules.
+            self.pilot.plan is not None or engine.can_watch,
+        )
+
+    def received(self, columns: Tensor, disputed: Tensor) -> None:
+        """The columns of all ranks."""
+        self._columns.receive(columns, disputed)
+
+    def fingerprint(self) -> int:
+        """A hash of the exponents, and of what moves them on; 0 in a traced step."""
+        if torch.compiler.is_compiling():
+            # A step's number inside a traced graph would have it traced anew at every step.
+            return 0
+        exponents = self._columns.hash_of(self.engine.offsets, self.engine.pins)
+        return adaptive_ranks.fingerprint(exponents, self._course())
+
+    def _course(self) -> tuple[Any, ...]:
+        """What moves the exponents on, and must be equal on all ranks as they are."""
+        pilot = self.pilot
+        settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
+        settings += (pilot.layerwise, name_of(pilot.rule), self.emulate)
+        now = self.step_number, pilot.next_probe, self.engine.probing
+        return *now, *settings
+
+    def difference(self, rows: list[list[float]], ranks: Ranks) -> str | None:
+        """In what the plans of the ranks differ, for an error message; None if they do not."""
+        offsets, pins = self.engine.offsets, self.engine.pins
+        moved = ", ".join(f"{key} at {offset:+d}" for key, offset in offsets.items() if offset)
+        own = (
+            f"planned {moved or 'nothing'}, pinned {pins or 'nothing'}",
+            "step {}, next probe at {}, probing {}, format {}, tolerance {}, headroom {}, "
+            "interval {}, layerwise {}, rule {}, emulate {}".format(*self._course()),
+        )
+        return adaptive_ranks.plan_difference(rows, ranks, own)
+
+    def _share(self, arrived: Pending, ranks: Ranks) -> bool:
+        """Make the probe of a step that of all ranks; False for a step that teaches nothing."""
+        agreed = arrived.agreed
+        layout, arrived.layout = arrived.layout, None
+        if agreed is None or not agreed.probed:
+            arrived.probe = None
+        else:
+            assert layout is not None
+            new = Probe if self.pilot.rule is None else LayerProbe
+            arrived.probe = adaptive_ranks.shared(
+                arrived.probe, layout, agreed.alike, ranks, self._scale.device, new
+            )
+            arrived.probe.reduction = reduction_of(self.engine.model, ranks.size)
+            self._planned_at = self.step_number
+        # A graph that was unplanned before the latest plan may well be in it.
+        if agreed is not None and agreed.unplanned and arrived.step > self._planned_at:
+            self.pilot.met_unplanned(self.step_number + 1)
+        return agreed is None or not agreed.disputed
+
+    def _can_watch(self, arrived: Pending) -> bool:
+        """Whether some rank can look at outputs."""
+        agreed = arrived.agreed
+        return self.engine.can_watch if agreed is None else bool(agreed.watches)
+
+    # Checkpoints.
+
+    def saved(self) -> Saved:
+        """All that a plan rests on."""
+        return Saved(
+            self.step_number,
+            self.pilot.to_dict(),
+            list(self.pending),
+            self.engine.pins,
+            self.engine.probing or any(p.unshared for p in self.pending),
+            self.overflowed(),
+            self.engine.wide,
+            identity(self.engine.model),
+        )
+
+    def load(self, saved: Saved) -> None:
+        """Go on from there; what may refuse it was asked before."""
+        self.pilot.load(saved.pilot)
+        # It may have been saved with a longer interval than this scaler's.
+        self._probe_by(saved.step + self.pilot.interval)
+        self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
+        self._loaded_overflowed = saved.overflowed
+        self.engine.take()
+        self._follow()
+        self.engine.wide = saved.wide
+        self._begin_random()
+        if saved.probing:
+            self.engine.probe()
+
+    def forget_pending(self) -> None:
+        """The scale was set from outside: what is on its way was seen at another one."""
+        self.pending.clear()
+        self.engine.take()
+        self.probe_now()

@@ -1,0 +1,96 @@
+"""The largest gradient of a step that can overflow, still scaled, on the device.
+
+It costs no pass of its own on a GPU: the two passes of ``two_pass.py`` give it, and for a small
+model the launch that counts overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.narrow import Narrow
+from gradlift.torch.step import fused, grads
+from gradlift.torch.step.readback import moved_to
+
+# Elements below which a pass over the gradients takes less than a launch.
+SMALL = 2**24
+
+
+class LargestGradients:
+    """Watches the gradients while they are checked; see ``step/check.Watcher``.
+
+    Args:
+        engine: knows which gradients are computed in float32, and cannot overflow.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._narrow = Narrow()
+        self._seen: list[Tensor] = []
+        self._sizes: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+
+    def prefers_two_passes(self, optimizer: Optimizer) -> bool:
+        """Not where the model is small: a pass is nothing there, launches are all that counts."""
+        return not (fused.supports(optimizer) and self._is_small(optimizer))
+
+    def _is_small(self, optimizer: Optimizer) -> bool:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._sizes.get(optimizer)
+        if known is None or known[0] != count:
+            known = count, sum(param.numel() for param in grads.parameters(optimizer))
+            self._sizes[optimizer] = known
+        return known[1] < SMALL
+
+    def see(
+        self,
+        optimizer: Optimizer,
+        collected: tuple[grads.Buckets, grads.Places],
+        home: torch.device,
+    ) -> None:
+        """Look at the gradients themselves; ``home`` is where the largest is kept."""
+        engine = self._engine
+        names = engine.parameter_names
+        for filled in self._narrow.tensors(optimizer, collected, engine.wide, names):
+            if filled:
+                largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
+                self._seen.append(moved_to(largest, home))
+
+    def see_rows(self, optimizer: Optimizer, largest: Tensor) -> None:
+        """The largest magnitude of each of the optimizer's gradients: float32 [n]."""
+        engine = self._engine
+        names = engine.parameter_names
+        self._seen.append(self._narrow.amax(optimizer, largest, engine.wide, names))
+
+    def see_peaks(self, peaks: list[Tensor]) -> None:
+        """The largest magnitudes of groups of gradients, without the rows left out."""
+        self._seen += peaks
+
+    def left_out(self, optimizer: Optimizer) -> frozenset[int]:
+        """Rows of the optimizer's parameters whose magnitudes do not count."""
+        return self._narrow.rows(optimizer, self._engine.wide, self._engine.parameter_names)
+
+    def all(self, zero: Tensor) -> Tensor:
+        """The magnitudes seen since ``take``: float32, 0-d or [n], on the device of ``zero``, at
+        least one."""
+        seen, home = self._seen, zero.device
+        if len(seen) == 1 and seen[0].device == home:
+            return seen[0]
+        if not seen:
+            return zero
+        return torch.cat([moved_to(largest.reshape(-1), home) for largest in seen])
+
+    def take(self, zero: Tensor) -> Tensor:
+        """``all``, and forget them."""
+        found = self.all(zero)
+        self.clear()
+        return found
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._seen = []

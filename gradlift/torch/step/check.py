@@ -1,0 +1,334 @@
+"""Unscale, check and clip: what happens to an optimizer's gradients before it steps.
+
+In the order of a step::
+
+    ready     the ranks are known, there is a scale, partial gradients are summed
+    run       one pass over the gradients; a flag on the device, the overflow report, and the
+              agreement of the ranks begun
+    found     the flag, of all ranks
+    clip_     the norm, of all ranks, and the coefficient
+
+Nothing here reads a flag on the host, but on the CPU, where it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradlift.torch.ranks import message, ownership
+from gradlift.torch.ranks.agreement import Agreement
+from gradlift.torch.step import grads
+from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.loss import LossFlags
+from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
+from gradlift.torch.step.outcome import Outcome
+from gradlift.torch.step.overflow_report import OverflowReport, Peaks
+from gradlift.torch.step.update import has_triton
+
+Collected = tuple[grads.Buckets, grads.Places]
+Unscale = Callable[[torch.optim.Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
+"""torch's ``_unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)``."""
+
+
+class Watcher(Protocol):
+    """Who looks at the gradients while they are checked, still scaled."""
+
+    def prefers_two_passes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the two-pass way, whose first pass gives the largest magnitudes, shall be taken
+        where nobody asked to clip."""
+        ...
+
+    def see(
+        self, optimizer: torch.optim.Optimizer, collected: Collected, home: torch.device
+    ) -> None:
+        """The gradients."""
+        ...
+
+    def see_rows(self, optimizer: torch.optim.Optimizer, largest: Tensor) -> None:
+        """The largest magnitude of each of the optimizer's gradients: float32 [n]."""
+        ...
+
+    def see_peaks(self, peaks: list[Tensor]) -> None:
+        """The largest magnitudes of groups of gradients, without the rows left out."""
+        ...
+
+    def left_out(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        """Rows of the optimizer's parameters whose magnitudes do not count."""
+        ...
+
+
+class GradCheck:
+    """The checks of one scaler.
+
+    Args:
+        scale: the scale that the gradients carry.
+        steps: where what is found goes.
+        losses: whether the losses were finite.
+        overflows: which gradients overflowed.
+        agreement: the ranks.
+        outcome: where the norm goes.
+        clears: whether a skip sets the gradients to zero.
+    """
+
+    def __init__(
+        self,
+        scale: DeviceScale,
+        steps: OptimizerSteps,
+        losses: LossFlags,
+        overflows: OverflowReport,
+        agreement: Agreement,
+        outcome: Outcome,
+        clears: bool = False,
+    ) -> None:
+        self.scale, self.steps, self.losses = scale, steps, losses
+        self.overflows, self.agreement, self.outcome = overflows, agreement, outcome
+        self.clears = clears
+        self.watcher: Watcher | None = None
+        self._collected: Collected | None = None
+
+    def ready(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
+        """Before gradients are looked at: know the ranks, have a scale, and sum what is partial.
+
+        A stage of a pipeline that never sees the loss never calls ``scale``; what is in its
+        gradients was scaled by another rank, and its own scale is made here.
+        """
+        if self.agreement.join(optimizer) is not None:
+            if self.scale.scale is None:
+                param = next(grads.parameters(optimizer))
+                self.scale.make(grads.local(param.detach()).device)
+            if not torch.compiler.is_compiling():
+                with torch.no_grad():
+                    ownership.sum_partials_(optimizer)
+        if self.scale.scale is None or self.scale.counts is None:
+            self.scale.require(caller)
+
+    # Unscale and check.
+
+    def unscale_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """What torch's ``_unscale_grads_`` does; see ``grads.unscale_and_check_``."""
+        with torch.no_grad():
+            collected = grads.collect_places(optimizer, allow_fp16)
+            has_scale = self.scale.scale is not None  # somebody may call this before any loss
+            unscales = not has_scale or inv_scale is not self.scale.one
+            if has_scale and not torch.compiler.is_compiling():
+                self._collected = collected
+                if self.watcher is not None:
+                    self._show(self.watcher, optimizer, collected, unscales)
+            return grads.unscale_and_check_(collected[0], inv_scale, found_inf, unscales)
+
+    def _show(
+        self,
+        watcher: Watcher,
+        optimizer: torch.optim.Optimizer,
+        collected: Collected,
+        unscales: bool,
+    ) -> None:
+        """The gradients to the watcher, before they are divided by the scale."""
+        home = self.scale.device
+        if home.type == "cuda" and has_triton() and not unscales:
+            # What counts overflows there can look for the largest in the same launch.
+            self.steps.of(optimizer).needs_largest = True
+        else:
+            watcher.see(optimizer, collected, home)
+
+    def run(
+        self,
+        optimizer: torch.optim.Optimizer,
+        known: OptimizerStep,
+        inv_scale: Tensor,
+        allow_fp16: bool,
+        unscale: Unscale,
+    ) -> None:
+        """Multiply the gradients by ``inv_scale`` (0-d float32) and check them; begins the
+        agreement of the ranks, which ``found`` waits for."""
+        self._collected = None
+        bad_loss, unseen = self._take_losses()
+        start = self.scale.zero if bad_loss is None else bad_loss
+        flags = unscale(optimizer, inv_scale, start, allow_fp16)
+        if flags and not torch.compiler.is_compiling():
+            looked = self._report(optimizer, known, flags, unseen)
+            self._collected = None  # or the gradients would outlive zero_grad()
+            bad_loss = looked if looked is not None else bad_loss
+            if unseen is not None and looked is None:
+                bad_loss = self.losses.look()
+                assert bad_loss is not None
+                flags = {d: torch.maximum(f, bad_loss.to(d)) for d, f in flags.items()}
+        elif unseen is not None and not flags:
+            bad_loss = self.losses.look()  # no gradients here; the other ranks have to know
+        known.entry["found_inf_per_device"] = flags
+        known.bad_loss = bad_loss
+        if self.agreement.ranks is not None:
+            self._ask_ranks(optimizer, known)
+
+    def _take_losses(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.losses.take() if self.agreement.tells_bad_losses else (None, None)
+
+    def bad_loss(self) -> Tensor | None:
+        """The flag of the losses that the step answers for, looked at now; None without any."""
+        flag, unseen = self._take_losses()
+        return flag if unseen is None else self.losses.look()
+
+    def _report(
+        self,
+        optimizer: torch.optim.Optimizer,
+        known: OptimizerStep,
+        flags: dict[torch.device, Tensor],
+        unseen: Tensor | None,
+    ) -> Tensor | None:
+        """Fill in the overflow report before anybody clips or clears the gradients, on the
+        device where the host does not know of the overflow; the flag of a loss not seen yet."""
+        device = self.scale.device
+        if device.type == "cpu":
+            # Within a plain step() the flag is read there, and nothing comes in between.
+            if not known.in_step and any(bool(flag) for flag in flags.values()):
+                self.overflows.note(optimizer)
+                known.is_reported = True
+            return None
+        if self._collected is None or device.type != "cuda" or not has_triton():
+            return None
+        watcher = self.watcher if known.needs_largest else None
+        known.needs_largest = False
+        peaks = None if watcher is None else Peaks(watcher.left_out(optimizer))
+        known.is_reported, bad_loss = self.overflows.count_collected(
+            optimizer, *self._collected, flags, self.scale.updates, unseen, peaks
+        )
+        if watcher is not None and peaks is not None:
+            if known.is_reported:
+                watcher.see_peaks(peaks.found)
+            else:
+                watcher.see(optimizer, self._collected, device)
+        return bad_loss
+
+    # Agree.
+
+    def _ask_ranks(self, optimizer: torch.optim.Optimizer, known: OptimizerStep) -> None:
+        """Begin the agreement over what this rank found; ``found`` ends it."""
+        device = self.scale.device
+        squares = None
+        if known.needs_norm:
+            known.needs_norm = False
+            squares = self._squares(optimizer, device)
+        flags = [*known.entry["found_inf_per_device"].values()]
+        if known.bad_loss is not None:
+            flags.append(known.bad_loss)
+        found = grads.combine(flags, device)
+        found = self.scale.zero if found is None else found
+        known.entry["found_inf_per_device"] = {device: found}
+        known.exchange = self.propose(found, known.bad_loss, squares)
+
+    def _squares(self, optimizer: torch.optim.Optimizer, home: torch.device) -> ownership.Squares:
+        with torch.no_grad():
+            collected = grads.collect_places(optimizer, True, coalesce=True)
+        return self.agreement.ownership.squares(optimizer, *collected, home)
+
+    def propose(
+        self, found_inf: Tensor, bad_loss: Tensor | None, squares: ownership.Squares | None
+    ) -> message.Exchange:
+        """Begin an agreement of the ranks; flags are 0-d float32 on the scaler's device."""
+        state = self.scale.require("step")
+        # What the gradients are clipped to counts where they are measured for that.
+        limit = None if squares is None else self.outcome.max_norm
+        settings = self.scale.settings_hash(limit)
+        return self.agreement.propose(found_inf, bad_loss, state, settings, squares)
+
+    def found(self, known: OptimizerStep) -> Tensor:
+        """Whether anything was found, on any rank: 0-d float32 on the scaler's device."""
+        exchange, device = known.exchange, self.scale.device
+        if exchange is not None:
+            known.exchange = None
+            verdict = self._settle(exchange)
+            known.entry["found_inf_per_device"] = {device: verdict.found_inf}
+            known.bad_loss = verdict.bad_loss
+            if exchange.measured:
+                known.norm = verdict.norm
+        flags = known.entry["found_inf_per_device"]
+        if device in flags and len(flags) == 1:
+            return flags[device]
+        found = grads.combine(flags.values(), device)
+        return self.scale.zero if found is None else found
+
+    def _settle(self, exchange: message.Exchange) -> message.Verdict:
+        try:
+            return self.agreement.settle(exchange)
+        except RuntimeError:
+            self.steps.entries.clear()
+            raise
+
+    def overflow_counts(self, required: bool = False) -> tuple[Tensor, Tensor]:
+        """How many optimizers found an inf or a NaN, and how many of them had a bad loss: 0-d
+        float32 each."""
+        if self.scale.scale is None or self.scale.counts is None:
+            self.scale.require("update")
+        flags = [(self.found(known), known.bad_loss) for known in self.steps.checked()]
+        flags += self.steps.dropped()
+        if required and not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        losses = [bad_loss for _, bad_loss in flags if bad_loss is not None]
+        founds = [found for found, _ in flags]
+        return _total(founds, self.scale.zero), _total(losses, self.scale.zero)
+
+    # After a skip.
+
+    def end_known_skip(self, optimizer: torch.optim.Optimizer, known: OptimizerStep) -> None:
+        """The host knows that this optimizer's step is skipped."""
+        if not known.is_reported:
+            self.overflows.note(optimizer)
+        if self.clears:
+            for tensors in grads.collect(optimizer, True).values():
+                torch._foreach_zero_(tensors)
+
+    # Clip.
+
+    def clip_coefficient(
+        self, optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
+    ) -> Tensor:
+        """Measure gradients that are ``scale`` times too large; what to multiply them by."""
+        self.outcome.max_norm = max_norm
+        if self.agreement.join(optimizer) is not None:
+            norm = self._norm_over_ranks(optimizer).float()
+        else:
+            buckets = grads.collect(optimizer, True, coalesce=True)
+            device = next(iter(buckets))[0] if scale is None and buckets else None
+            where = scale.device if scale is not None else device or torch.device("cpu")
+            norm = grads.norm(buckets, where)
+        norm = self.outcome.grad_norm = norm if scale is None else norm / scale
+        return grads.clip_coefficient(norm, max_norm)
+
+    def _norm_over_ranks(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """As the check found it; of gradients checked before ``step`` it is measured now, since
+        they may have been changed."""
+        known = self.steps.of(optimizer)
+        if known.norm is not None:
+            norm, known.norm = known.norm, None
+            return norm
+        if self.scale.scale is None:  # the scaler is disabled: nothing was checked
+            ownership.sum_partials_(optimizer)
+            device = grads.local(next(grads.parameters(optimizer)).detach()).device
+            settings = self.scale.settings_hash(self.outcome.max_norm)
+            exchange = self.agreement.propose_norm(self._squares(optimizer, device), settings)
+        else:
+            squares = self._squares(optimizer, self.scale.device)
+            exchange = self.propose(self.found(known), known.bad_loss, squares)
+        return self._settle(exchange).norm
+
+    def clip_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Clip gradients that were unscaled, or never scaled."""
+        with torch.no_grad():
+            coefficient = self.clip_coefficient(optimizer, max_norm)
+            grads.multiply_(grads.collect(optimizer, True), coefficient)
+
+
+def _total(flags: list[Tensor], zero: Tensor) -> Tensor:
+    if not flags:
+        return zero
+    return flags[0] if len(flags) == 1 else torch.stack(flags).sum()

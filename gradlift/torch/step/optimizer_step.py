@@ -1,0 +1,112 @@
+"""What is known of each optimizer between two updates.
+
+torch keeps a dict for each, by ``id``, with two keys that frameworks read, write and clear:
+``stage`` and ``found_inf_per_device``. That dict stays the one place for the two; what else is
+known belongs to it and is forgotten with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from gradlift.torch.ranks.message import Exchange
+
+
+@dataclass(eq=False)
+class OptimizerStep:
+    """One optimizer's step, as far as it has come."""
+
+    entry: dict[str, Any]
+    """torch's dict of this optimizer: ``stage``, an ``OptState``; ``found_inf_per_device``, a 0-d
+    float32 flag for each device of the gradients, empty before their check."""
+    bad_loss: Tensor | None = None
+    """0-d float32, 1.0 where a loss was not finite; None if no loss was looked at."""
+    exchange: Exchange | None = None
+    """The agreement of the ranks over what the check found, while it is under way."""
+    norm: Tensor | None = None
+    """0-d float64: the norm over all ranks of the gradients as they were checked."""
+    in_step: bool = False
+    """Whether the check is part of ``step``, where the flag is read right after it."""
+    needs_norm: bool = False
+    """Whether the agreement shall bring the norm."""
+    is_reported: bool = False
+    """Whether the overflow report has seen these gradients."""
+    needs_largest: bool = False
+    """Whether somebody waits for the largest magnitude of these gradients."""
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    """Whose gradients lie unscaled."""
+    watch: Any = None
+    """Looks after them, see ``later_backward``."""
+    dropped: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    """Flags, of gradients and of losses, of what was unscaled and then dropped; 0-d float32."""
+
+    def begin_anew(self, found_inf: Tensor) -> None:
+        """As before ``unscale_``; an overflow in what is dropped still counts in ``update``."""
+        self.dropped.append((found_inf, self.bad_loss))
+        self.entry.update(fresh_entry())
+        self.bad_loss = self.norm = self.optimizer = self.watch = None
+        self.is_reported = False
+
+
+class OptimizerSteps:
+    """The steps since the last update."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """A new iteration."""
+        self.entries: Any = defaultdict(fresh_entry)
+        """torch's ``_per_optimizer_states``."""
+        self._steps: dict[int, OptimizerStep] = {}
+
+    def of(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
+        """What is known of ``optimizer``."""
+        entry = self.entries[id(optimizer)]
+        step = self._steps.get(id(optimizer))
+        if step is None or step.entry is not entry:  # somebody has cleared torch's dict
+            step = self._steps[id(optimizer)] = OptimizerStep(entry)
+        return step
+
+    def checked(self) -> list[OptimizerStep]:
+        """Those whose gradients were checked."""
+        found = []
+        for key, entry in self.entries.items():
+            if entry["found_inf_per_device"]:
+                step = self._steps.get(key)
+                known = step is not None and step.entry is entry
+                found.append(step if known else OptimizerStep(entry))
+        return found
+
+    def unscaled(self) -> list[OptimizerStep]:
+        """Those whose gradients lie unscaled."""
+        return [step for step in self._current() if step.entry["stage"] is OptState.UNSCALED]
+
+    def dropped(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The flags of all that was dropped."""
+        return [flags for step in self._current() for flags in step.dropped]
+
+    def _current(self) -> list[OptimizerStep]:
+        return [step for key, step in self._steps.items() if self.entries.get(key) is step.entry]
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """As if nothing had been tried."""
+        self.entries.pop(id(optimizer), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.reset()
+
+
+def fresh_entry() -> dict[str, Any]:
+    """What torch keeps of an optimizer at the start of an iteration."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}

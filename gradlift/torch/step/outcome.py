@@ -1,0 +1,47 @@
+"""What came of the latest step, for whoever asks: skipped or not, the norm, why it was slow."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+
+class Outcome:
+    """The latest ``step()``, and whether that of each optimizer was skipped."""
+
+    def __init__(self) -> None:
+        self.found_inf: Tensor | None = None
+        """0-d float32, 1.0 if the step was skipped; None before any."""
+        self.known_skip: bool | None = None
+        """The same on the host, where it had to find out anyway."""
+        self.grad_norm: Tensor | None = None
+        """0-d float32: the true gradient's norm before clipping."""
+        self.max_norm: float | None = None
+        """What the step was asked to clip to."""
+        self.slow_step_reason: str | None = None
+        """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
+        self._by_optimizer: WeakKeyDictionary[Any, tuple[Tensor | None, bool | None]] = (
+            WeakKeyDictionary()
+        )
+
+    def keep_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """The latest step was this optimizer's."""
+        self._by_optimizer[optimizer] = self.found_inf, self.known_skip
+
+    def skip_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | bool | None:
+        """Whether the last step of ``optimizer`` (of any, for None) was skipped: on the host if it
+        knows, else 0-d bool on the device; None before any step."""
+        latest = self.found_inf, self.known_skip
+        found, known = latest if optimizer is None else self._by_optimizer.get(optimizer, latest)
+        if known is not None:
+            return known
+        return None if found is None else found > 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
