@@ -429,3 +429,32 @@ def test_overflows_of_steps_before_the_answer_are_judged_by_what_those_ran_at():
     assert skipped == [20, 21, 22]
     assert exponent == settled
     assert it.offsets == {"a": 0}
+
+
+def test_a_device_that_predicts_by_itself_is_told_nothing_twice():
+    it, torchs = pilot(), pilot()
+    for one in (it, torchs):
+        exponent = 8 + one.saw(record(0, 8), 0, survey(NEAR, NEAR))
+    grown = 20 - exponent  # the largest gradient: too much for the exponent
+    assert torchs.saw(record(1, exponent, grown), 2) < 0
+    lower = exponent - 6
+    assert it.saw(Record(1, exponent, grown, False, went_on=lower), 2) == 0
+    assert it.plan.global_exponent == lower
+    # A plan is made from what was seen, and only the rest of the way is left to go.
+    shift = it.saw(Record(3, lower, grown, False, went_on=lower - 1), 4, survey(NEAR, NEAR))
+    assert it.plan.global_exponent == lower - 1 + shift
+    # After an overflow the device has backed off by itself.
+    at = lower - 1 + shift
+    shift = it.saw(Record(5, at, None, True, went_on=at - it.backoff), 6)
+    assert it.plan.global_exponent == at - it.backoff + shift <= at
+
+
+def test_the_limit_is_for_a_device_that_predicts_by_itself():
+    it = pilot()
+    assert it.limit == 15 - 3
+    it.saw(record(0, 8), 0, survey(NEAR, NEAR))
+    assert it.limit == it.plan.limit(-5)
+    wide = Graph((Component((), "bfloat16"), Component(("a",), "bfloat16")), GRAPH.cuts)
+    it = pilot(format="bfloat16")
+    it.saw(record(0, 8), 0, survey(NEAR, NEAR, wide))
+    assert it.limit is None
