@@ -301,6 +301,7 @@ class AdaptiveGradScaler(Piloted):
             self._engine.probing or any(p.unshared for p in self._pending),
             self._overflowed(),
             self._engine.wide,
+            self._engine.changes,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -329,8 +330,9 @@ class AdaptiveGradScaler(Piloted):
         self._step_number, self._pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self._engine.take()
+        self._engine.resume(saved.pilot["graph"], saved.pilot["owners"])
+        self._engine.wide, self._engine.changes = saved.wide, saved.changes
         self._follow()
-        self._engine.wide = saved.wide
         self._begin_random()
         if saved.probing:
             self._engine.probe()

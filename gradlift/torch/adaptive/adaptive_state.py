@@ -31,6 +31,8 @@ class Saved(NamedTuple):
     """Parameters that held the last overflow."""
     wide: frozenset[str]
     """Parameters whose gradients are computed in float32."""
+    changes: bool = False
+    """Whether the model's graph changes from step to step."""
 
 
 def write(saved: Saved) -> str:
@@ -58,6 +60,7 @@ def read(state: Any) -> Saved:
             bool(own["probing"]),
             [str(name) for name in own.get("overflowed", ())],
             frozenset(str(name) for name in own.get("wide", ())),
+            bool(own.get("changes", False)),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"state_dict[{STATE_KEY!r}] is damaged: {error!r}") from error
