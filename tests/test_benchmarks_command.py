@@ -22,7 +22,8 @@ from benchmarks.turns import Ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if "main()" in p.read_text())
-WITH_DEVICE = [name for name in SCRIPTS if name not in ("deep_tanh", "distributed_traffic")]
+ON_A_CPU = ("deep_tanh", "distributed_traffic", "host_cost")
+WITH_DEVICE = [name for name in SCRIPTS if name not in ON_A_CPU]
 
 
 def fail(script: str, *arguments: str) -> None:
