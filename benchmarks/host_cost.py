@@ -15,8 +15,8 @@ nothing but the scaler differs:
 Variants take turns, a few steps each, and only times of one round are compared. They are the
 process's own CPU time, since others use the machine as well.
 
-    PYTHONPATH=. python3 benchmarks/host_cost.py            a minute or two
-    PYTHONPATH=. python3 benchmarks/host_cost.py --quick    seconds: does it run at all?
+    PYTHONPATH=. python3 benchmarks/host_cost.py            a minute on a CPU
+    PYTHONPATH=. python3 benchmarks/host_cost.py --quick    seconds on a CPU: does it run at all?
 """
 
 from __future__ import annotations
@@ -136,9 +136,8 @@ def probed_graph(trained: Trained, batch: tuple[Tensor, Tensor]) -> Any:
     for _ in range(6):
         trained.step(batch)
     scaler._engine.probe()
-    with torch.enable_grad():
-        loss = nn.functional.cross_entropy(trained.model(batch[0]), batch[1])
-    scaler.scale(loss).backward()
+    trained.optimizer.zero_grad()
+    scaler.scale(nn.functional.cross_entropy(trained.model(batch[0]), batch[1])).backward()
     graph = scaler._engine.take().survey(0).graph
     hold_probes(scaler)
     return graph
