@@ -1,10 +1,11 @@
 # make demo   set everything up, train on digits in fp16 six ways, print tables, make a report
 # make test   set everything up and run the tests
+# make soak   trainings that everything happens to, for MINUTES=10
 # make check  formatting, lint and types
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-gpu test-slow test-mxnet check format bench clean
+.PHONY: help demo test test-gpu test-slow test-mxnet soak check format bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -27,6 +28,13 @@ test-gpu:
 
 test-slow: .venv/.ready
 	$(BIN)/python -m pytest -m slow
+
+# Goes on where it was when FOLDER is given again.
+MINUTES ?= 10
+SEED ?= 1
+
+soak: .venv/.ready
+	PYTHONPATH=. $(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED) $(if $(FOLDER),--folder $(FOLDER))
 
 # MXNet is retired: Python 3.10 or 3.11, an old numpy, an environment of its own.
 MXNET_PYTHON ?= $(PYTHON)

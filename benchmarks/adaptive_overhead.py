@@ -113,6 +113,8 @@ def measure_every_layer(model: nn.Module) -> None:
         for statistic in (values.abs().amax(), values.mean(), values.std()):
             statistic.item()
 
+    look.only_looks = True  # type: ignore[attr-defined]
+
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad and output.dim():
             output.register_hook(look)

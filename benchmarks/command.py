@@ -154,6 +154,13 @@ def save(path: Path | None, environment: dict[str, str], **found: Any) -> None:
         path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
+def add_line(path: str | Path | None, found: Any) -> None:
+    """Add one line of JSON at once, so that a run that is ended keeps what it has."""
+    if path is not None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(plain(found), allow_nan=False) + "\n")
+
+
 def plain(value: Any) -> Any:
     """The same for JSON, at any depth.
 

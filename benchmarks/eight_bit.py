@@ -63,7 +63,7 @@ class Settings:
     rows: int
     steps: int
     rate: float
-    """The largest learning rate: linear over the first tenth, then a half cosine to a tenth."""
+    """The largest learning rate; see ``rate_at``."""
     validation: int
     """Batches of the validation text."""
 
@@ -127,14 +127,19 @@ def draw(text: Tensor, settings: Settings, seed: int) -> Iterator[Batch]:
 # The ways.
 
 
-def round_at_best(grad: Tensor, format: Format) -> Tensor:
-    """``grad`` rounded at the largest power of two that makes it fit, and brought back."""
+def best_scale(grad: Tensor, format: Format) -> Tensor:
+    """The largest power of two that makes ``grad`` fit: 0-d float32, on its device."""
     largest = grad.abs().amax().float()
     _, above = torch.frexp(format.max_value / largest)
     # A gradient of zeros has no best power, nor has one that is not finite.
     exponent = torch.where(largest.isfinite() & (largest > 0), above - 1, 0).clamp(-100, 100)
     # From its bits: torch's ldexp goes through pow, which may be off by one on a GPU.
-    scale = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def round_at_best(grad: Tensor, format: Format) -> Tensor:
+    """``grad`` rounded at the largest power of two that makes it fit, and brought back."""
+    scale = best_scale(grad, format)
     return round_nearest(grad * scale, format) / scale
 
 
@@ -165,13 +170,13 @@ def build_scaler(way: str, model: nn.Module, device: torch.device) -> AdaptiveGr
     )
 
 
-def rate_at(step: int, settings: Settings) -> float:
-    """The learning rate of a step."""
-    warm = max(settings.steps // 10, 1)
+def rate_at(step: int, steps: int, rate: float) -> float:
+    """The learning rate of a step: linear over the first tenth, then a half cosine to a tenth."""
+    warm = max(steps // 10, 1)
     if step < warm:
-        return settings.rate * (step + 1) / warm
-    done = (step - warm) / max(settings.steps - warm, 1)
-    return settings.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        return rate * (step + 1) / warm
+    done = (step - warm) / max(steps - warm, 1)
+    return rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 def train(
@@ -198,7 +203,7 @@ def train(
     losses: list[float] = []
     with ideal(model, get(FORMATS[name]) if kind == "ideal" else None):
         for step, batch in zip(range(settings.steps), draw(text[0], settings, seed)):  # noqa: B905
-            optimizer.param_groups[0]["lr"] = rate_at(step, settings)
+            optimizer.param_groups[0]["lr"] = rate_at(step, settings.steps, settings.rate)
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16):
                 loss = model(*batch)

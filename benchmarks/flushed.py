@@ -52,8 +52,8 @@ class Recording:
         self.gradients: Gradients = defaultdict(list)
 
     def watch(self, name: str, output: Any) -> None:
-        """Keeps an output, and its gradient once it comes; cells give tuples."""
-        for part in output if isinstance(output, tuple) else (output,):
+        """Keeps an output, and its gradient once it comes."""
+        for part in numbers_in(output):
             place = len(self.outputs[name])
             self.outputs[name].append(part.detach().clone())
             self.gradients[name].append(torch.zeros(0))
@@ -65,7 +65,15 @@ class Recording:
             if grad is not None:  # an output that the loss did not use
                 self.gradients[name][place] = grad.detach().clone()
 
+        # Or the part of the model would be held at the loss scale for it.
+        keep.only_looks = True  # type: ignore[attr-defined]
         return keep
+
+
+def numbers_in(output: Any) -> list[Tensor]:
+    """The float tensors of a module's output: cells give tuples, and detectors prepare images."""
+    parts = output if isinstance(output, tuple) else (output,)
+    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
 @contextmanager
@@ -108,7 +116,7 @@ def reference(
     places: defaultdict[str, int] = defaultdict(int)
 
     def hold(name: str, output: Any) -> None:
-        for part in output if isinstance(output, tuple) else (output,):
+        for part in numbers_in(output):
             part.data.copy_(seen.outputs[name][places[name]])
             places[name] += 1
         truth.watch(name, output)

@@ -1,12 +1,13 @@
-"""Adaptive scaling on networks as torchvision has them: steps skipped, cuts, and time.
+"""Adaptive scaling on networks as people have them: steps skipped, losses, cuts, and time.
 
-Every network is trained four times from the same weights on the same random images, in fp16
-autocast with fused SGD: with torch's scaler, with a second copy of it, whose ratio to the first is
-what this method says about two equal things, with ``AdaptiveGradScaler`` at its defaults, and with
-one scale for all (``layerwise=False``), which has no cuts. After some steps, in which the plan
-settles, they take turns (see turns.py). Printed for each:
+Every network of ``catalogue.py`` is trained from the same weights on the same noise, in fp16 autocast
+with AdamW: with torch's scaler, with a second copy of it, whose ratio to the first is what this method
+says about two equal things, with ``AdaptiveGradScaler`` at its defaults, with one scale for all
+(``layerwise=False``), which has no cuts, and in bfloat16 without a scaler, from two seeds, to tell by
+how much losses differ by chance. After these steps the first four take turns (see turns.py). Printed:
 
-    skipped    of the first steps, by torch's scaler and by the adaptive one
+    skipped    steps, by torch's scaler, by one scale and by the adaptive one
+    loss       the mean of the last tenth of the steps: bfloat16's from two seeds, torch, one, adaptive
     step       with torch's scaler
     adaptive   the ratio of its step, without probes, to torch's, with its 95% interval
     one scale  likewise
@@ -14,72 +15,52 @@ settles, they take turns (see turns.py). Printed for each:
     probe      what one adds to its step; there is one in 200 steps
     plan       what the adaptive scaler says of it
 
-The images are noise: where the gradients of a trained detector lie is not shown here, but what
+The inputs are noise: where the gradients of a trained detector lie is not shown here, but what
 the scaler does in such a network, and what that takes.
 
-    PYTHONPATH=. python3 benchmarks/networks.py --device cuda          some minutes on an H200
+    PYTHONPATH=. python3 benchmarks/networks.py --device cuda --minutes 9 --lines found.jsonl
     PYTHONPATH=. python3 benchmarks/networks.py --device cuda --only ssd300_vgg16
-    PYTHONPATH=. python3 benchmarks/networks.py --quick                small images, on a CPU
+    PYTHONPATH=. python3 benchmarks/networks.py --quick                small networks, on a CPU
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from benchmarks.command import Command, begin, save, tell
+from benchmarks import catalogue
+from benchmarks.catalogue import Network
+from benchmarks.command import Command, add_line, at_least, begin, tell
 from benchmarks.turns import Ratio, compare, hold_probes, take_turns, time_probes
 from gradlift.torch import AdaptiveGradScaler
 
-CLASSES = 10
-RATE = 1e-5
-"""Small: SSD with its first weights overflows in its forward pass after one step at 1e-3."""
-
-
-class Network(NamedTuple):
-    """A network of torchvision and what a step of it takes."""
-
-    name: str
-    rows: int
-    pixels: int
-    """Height and width of an image."""
-    detects: bool = False
-
-
-NETWORKS = (
-    Network("resnet50", 64, 224),
-    Network("vgg16", 32, 224),
-    Network("vit_b_16", 32, 224),
-    Network("mobilenet_v3_large", 64, 224),
-    Network("densenet121", 32, 224),
-    Network("ssd300_vgg16", 16, 300, detects=True),
-    Network("retinanet_resnet50_fpn", 4, 512, detects=True),
-)
-NAMES = [network.name for network in NETWORKS]
+BATCHES = 4
 
 
 @dataclass(frozen=True)
 class Effort:
     """How long to look."""
 
-    settle: int
-    """Steps before anything is timed: the early probes of a run are over by then."""
+    steps: int
+    """Before anything is timed: the early probes of a run are over by then."""
     block: int
     rounds: int
     probes: int
 
 
-FULL = Effort(settle=30, block=4, rounds=14, probes=4)
-QUICK = Effort(settle=6, block=3, rounds=2, probes=1)
+FULL = Effort(steps=300, block=4, rounds=14, probes=4)
+QUICK = Effort(steps=12, block=2, rounds=2, probes=1)
 
-WAYS = ("torch", "torch again", "adaptive", "one scale")
+TIMED = ("torch", "torch again", "adaptive", "one scale")
+BFLOAT16 = ("bfloat16", "bfloat16, seed 1")
 
 
 @dataclass(frozen=True)
@@ -88,6 +69,7 @@ class Outcome:
 
     network: str
     skipped: dict[str, int]
+    losses: dict[str, float]
     step_ms: float
     adaptive: Ratio
     one_scale: Ratio
@@ -97,79 +79,46 @@ class Outcome:
     plan: str
 
 
-# The networks.
-
-
-def build(network: Network, device: torch.device) -> nn.Module:
-    """With torchvision's first weights, in training mode."""
-    from torchvision import models  # type: ignore[import-not-found]
-
-    torch.manual_seed(0)
-    options = {"weights_backbone": None} if network.detects else {}
-    model = models.get_model(network.name, weights=None, num_classes=CLASSES, **options)
-    return model.to(device).train()
-
-
-def draw(network: Network, device: torch.device, count: int) -> list[Any]:
-    """Batches of noise with targets: classes, or two boxes in each image."""
-    torch.manual_seed(1)
-    size = (network.rows, 3, network.pixels, network.pixels)
-    images = [torch.rand(size, device=device) for _ in range(count)]
-    if not network.detects:
-        return [(x, torch.randint(CLASSES, (network.rows,), device=device)) for x in images]
-    return [(list(x), [boxes(network, device) for _ in range(network.rows)]) for x in images]
-
-
-def boxes(network: Network, device: torch.device) -> dict[str, Tensor]:
-    """Two boxes of random places and classes."""
-    corner = torch.rand(2, 2) * network.pixels / 2
-    extent = (0.1 + 0.4 * torch.rand(2, 2)) * network.pixels
-    return {
-        "boxes": torch.cat([corner, corner + extent], 1).to(device),
-        "labels": torch.randint(1, CLASSES, (2,)).to(device),
-    }
-
-
-def find_loss(network: Network) -> Callable[[nn.Module, Any], Tensor]:
-    """What is minimized."""
-    if network.detects:
-        return lambda model, batch: torch.stack([*model(*batch).values()]).sum()
-    return lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
-
-
 # Training.
+
+
+class Trainer:
+    """One network, trained one way; the losses stay on the device."""
+
+    def __init__(self, network: Network, model: nn.Module, way: str, device: torch.device) -> None:
+        self.network, self.model, self.device = network, model, device.type
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=network.rate)
+        self.scaler = build_scaler(way, model, device.type)
+        self.dtype = torch.bfloat16 if way in BFLOAT16 else torch.float16
+        self.losses: list[Tensor] = []
+
+    def step(self, batches: Sequence[Any]) -> None:
+        """One training step on the next batch."""
+        batch = batches[len(self.losses) % len(batches)]
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device, self.dtype):
+            loss = self.network.loss(self.model, batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.losses.append(loss.detach())
+
+    @property
+    def last_loss(self) -> float:
+        """The mean of the last tenth."""
+        tail = self.losses[-max(len(self.losses) // 10, 1) :]
+        return torch.stack(tail).float().mean().item()
 
 
 def build_scaler(way: str, model: nn.Module, device: str) -> torch.amp.GradScaler:
     """The scaler of a way, with its defaults."""
-    if way.startswith("torch"):
-        return torch.amp.GradScaler(device)
-    return AdaptiveGradScaler(model, device, layerwise=way == "adaptive")
+    if way in ("adaptive", "one scale"):
+        return AdaptiveGradScaler(model, device, layerwise=way == "adaptive")
+    return torch.amp.GradScaler(device, enabled=way not in BFLOAT16)
 
 
-class Trainer:
-    """One network with one scaler."""
-
-    def __init__(self, network: Network, model: nn.Module, way: str, device: torch.device) -> None:
-        self.model, self.loss, self.device = model, find_loss(network), device.type
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, fused=True)
-        self.scaler = build_scaler(way, model, device.type)
-        self.steps = 0
-
-    def step(self, batches: Sequence[Any]) -> None:
-        """One training step on the next batch."""
-        batch = batches[self.steps % len(batches)]
-        self.steps += 1
-        self.optimizer.zero_grad()
-        with torch.autocast(self.device, torch.float16):
-            loss = self.loss(self.model, batch)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
-def settle(trainer: Trainer, batches: Sequence[Any], steps: int) -> int:
-    """Take the first steps; how many were skipped. torch's scaler backs off with each."""
+def train(trainer: Trainer, batches: Sequence[Any], steps: int) -> int:
+    """Takes the first steps; how many were skipped. torch's scaler backs off with each."""
     skipped, before = 0, trainer.scaler.get_scale()
     for _ in range(steps):
         trainer.step(batches)
@@ -177,19 +126,38 @@ def settle(trainer: Trainer, batches: Sequence[Any], steps: int) -> int:
             after = trainer.scaler.get_scale()
             skipped, before = skipped + (after < before), after
     if isinstance(trainer.scaler, AdaptiveGradScaler):
-        hold_probes(trainer.scaler)
-        for _ in range(3):  # a probe may be under way
-            trainer.step(batches)
-        hold_probes(trainer.scaler)
         return trainer.scaler.skipped_steps
     return skipped
 
 
+def settle(trainer: Trainer, batches: Sequence[Any]) -> None:
+    """No probe is due or under way from here on."""
+    if isinstance(trainer.scaler, AdaptiveGradScaler):
+        hold_probes(trainer.scaler)
+        for _ in range(3):
+            trainer.step(batches)
+        hold_probes(trainer.scaler)
+
+
+def train_plain(network: Network, effort: Effort, device: torch.device, seed: int) -> float:
+    """The last loss in bfloat16, which needs no scaler."""
+    model = catalogue.build(network, device, seed)
+    batches = catalogue.draw(network, BATCHES, device)
+    trainer = Trainer(network, model, BFLOAT16[0], device)
+    train(trainer, batches, effort.steps)
+    return trainer.last_loss
+
+
 def measure(network: Network, effort: Effort, device: torch.device) -> Outcome:
     """One network in all ways."""
-    model, batches = build(network, device), draw(network, device, 4)
-    trainers = {way: Trainer(network, copy.deepcopy(model), way, device) for way in WAYS}
-    skipped = {way: settle(t, batches, effort.settle) for way, t in trainers.items()}
+    losses = {way: train_plain(network, effort, device, n) for n, way in enumerate(BFLOAT16)}
+    model = catalogue.build(network, device)
+    batches = catalogue.draw(network, BATCHES, device)
+    trainers = {way: Trainer(network, copy.deepcopy(model), way, device) for way in TIMED}
+    skipped = {way: train(t, batches, effort.steps) for way, t in trainers.items()}
+    losses |= {way: t.last_loss for way, t in trainers.items()}
+    for trainer in trainers.values():
+        settle(trainer, batches)
     timings = take_turns(trainers, batches, effort.block, effort.rounds, device)
     walls = {way: timing.wall for way, timing in timings.items()}
     adaptive = trainers["adaptive"]
@@ -201,7 +169,8 @@ def measure(network: Network, effort: Effort, device: torch.device) -> Outcome:
             trainer.scaler.close()
     return Outcome(
         network=network.name,
-        skipped={way: skipped[way] for way in ("torch", "adaptive")},
+        skipped=skipped,
+        losses=losses,
         step_ms=1e3 * statistics.median(walls["torch"]),
         adaptive=compare(walls["adaptive"], walls["torch"]),
         one_scale=compare(walls["one scale"], walls["torch"]),
@@ -212,45 +181,57 @@ def measure(network: Network, effort: Effort, device: torch.device) -> Outcome:
     )
 
 
-HEADER = f"{'':24}{'skipped':>9}{'step':>11}{'adaptive':>25}{'one scale':>25}{'equal':>17}{'probe':>10}   plan"  # noqa: E501
+HEADER = (
+    f"{'':20}{'skipped':>12}  {'loss: bfloat16 twice, torch, one, adaptive':46}{'step':>10}"
+    f"{'adaptive':>25}{'one scale':>25}{'equal':>17}{'probe':>10}   plan"
+)
 
 
 def describe(found: Outcome) -> str:
     """One line of the table."""
-    skipped = f"{found.skipped['torch']}, {found.skipped['adaptive']}"
+    skipped = ", ".join(str(found.skipped[way]) for way in ("torch", "one scale", "adaptive"))
+    order = (*BFLOAT16, "torch", "one scale", "adaptive")
+    losses = " ".join(f"{found.losses[way]:.5g}" for way in order)
     equal = f"[{found.equal.low:.3f}, {found.equal.high:.3f}]"
     return (
-        f"{found.network:24}{skipped:>9}{found.step_ms:8.2f} ms{found.adaptive!s:>25}"
-        f"{found.one_scale!s:>25}{equal:>17}{found.probe_ms:7.0f} ms   {found.plan}"
+        f"{found.network:20}{skipped:>12}  {losses:46}{found.step_ms:7.2f} ms"
+        f"{found.adaptive!s:>25}{found.one_scale!s:>25}{equal:>17}{found.probe_ms:7.0f} ms"
+        f"   {found.plan}"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every network that was asked for and print the table."""
-    command = Command(__doc__, device="best", quick="small images, a few steps", json=True)
-    command.add_argument("--only", nargs="+", default=NAMES, choices=NAMES, metavar="NAME",
-                         help=f"of {', '.join(NAMES)}")  # fmt: skip
+    command = Command(__doc__, device="best", quick="small networks, a few steps")
+    command.add_argument("--only", nargs="+", metavar="NAME", help="these networks")
+    command.add_argument("--minutes", type=at_least(1), default=60,
+                         help="begin no network after so many (%(default)s)")  # fmt: skip
+    command.add_argument("--lines", metavar="PATH", help="add a line of JSON for each result")
+    command.add_argument("--steps", type=at_least(1),
+                         help=f"of training ({FULL.steps}; quick: {QUICK.steps})")  # fmt: skip
     arguments = command.parse_args(argv)
-    try:
-        import torchvision  # type: ignore[import-not-found]
-    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
-        command.error(
-            f"torchvision cannot be imported: {error}; these are its networks, install the "
-            f"torchvision that belongs to torch {torch.__version__}"
-        )
+    device: torch.device = arguments.device
+    networks = catalogue.chosen(command, arguments.quick, arguments.only)
+    begin(device, one_thread=device.type == "cpu")
     effort = QUICK if arguments.quick else FULL
-    device = arguments.device
-    environment = begin(device, device.type == "cpu", vision=torchvision.__version__)
-    print(HEADER, flush=True)
-    found = []
-    for network in NETWORKS:
-        if network.name in arguments.only:
-            tell(f"{network.name} ...")
-            small = network._replace(rows=2, pixels=96) if arguments.quick else network
-            found.append(measure(small, effort, device))
-            print(describe(found[-1]), flush=True)
-    save(arguments.json, environment, results=found)
+    effort = replace(effort, steps=arguments.steps or effort.steps)
+    start, lines = time.monotonic(), [HEADER]
+    for network in networks:
+        if time.monotonic() - start > 60 * arguments.minutes:
+            tell(f"{network.name}: no time left")
+            continue
+        try:
+            found = measure(network, effort, device)
+        except Exception as error:  # a library's: the others are still to be measured
+            tell(f"{network.name}: {type(error).__name__}: {error}")
+            continue
+        add_line(arguments.lines, found)
+        lines.append(describe(found))
+        tell(f"{lines[-1]}   after {time.monotonic() - start:.0f} s")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="transformers")
+        main()

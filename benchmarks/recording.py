@@ -21,7 +21,7 @@ from benchmarks.command import Command, at_least, begin, save
 from benchmarks.overhead import Trainer, build_scaler, build_trainers
 from benchmarks.step_overhead import ON_GPU, TINY, Workload
 from benchmarks.turns import Ratio, compare, take_turns, time_block
-from gradlift.report import records
+from gradlift.report import read
 from gradlift.torch import GradScaler
 from gradlift.torch.step.recorder import BATCH
 
@@ -46,7 +46,7 @@ def measure(
         time_block(trainer, batches, workload.warm_up, device)
     timings = take_turns(trainers, batches, workload.block, rounds, device)
     recorder.close()
-    written = len(records.read(path).records)
+    written = len(read(path).records)
     if written != trainers["recorded"].steps:
         raise RuntimeError(f"{trainers['recorded'].steps} steps left {written} records")
     return {

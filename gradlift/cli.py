@@ -15,12 +15,17 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from gradlift import __version__
-from gradlift.report import records
+from gradlift.report.diagnosis import shorten
+from gradlift.report.record_file import read
+from gradlift.report.records import Run, jsonable
+
+FORMATS = ("html", "md", "json", "png")
 
 
 class Mistake(Exception):
@@ -31,16 +36,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = make_parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        code = arguments.run(arguments) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except Mistake as mistake:
-        print(f"gradlift: {mistake}", file=sys.stderr)
-        return 1
+        return _fail(str(mistake))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has seen enough; without this Python would say so at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has seen enough.
+        _close_stdout()
         return 0
+    except OSError as error:  # a full disk behind stdout, a terminal that is gone
+        _close_stdout()
+        return _fail(f"cannot write the result: {error.strerror or error}")
+
+
+def _fail(why: str) -> int:
+    """Say why on stderr, in one line and with no control character of a user's."""
+    with suppress(OSError, ValueError):
+        print(f"gradlift: {shorten(why, 1000)}", file=sys.stderr)
+    return 1
+
+
+def _close_stdout() -> None:
+    """Leave nothing for Python to flush at exit, where it would fail once more."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -177,7 +200,7 @@ def _add_report(commands: Any) -> None:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN.jsonl", help="what record_to has written")
     parser.add_argument("-o", "--output", metavar="FILE", help="report.html and so on; - is stdout")
-    parser.add_argument("--format", choices=("html", "md", "json", "png"), help="html by default")
+    parser.add_argument("--format", choices=FORMATS, help="html by default")
     parser.add_argument("--json", action="store_true", help="the same as --format json -o -")
 
 
@@ -199,8 +222,8 @@ def _report(arguments: argparse.Namespace) -> None:
             raise Mistake(f"{error}; a report needs pip install 'gradlift[report]'") from None
     for run in runs:
         if run.problems and not arguments.quiet:
-            print(f"{run.name}: {len(run.problems)} lines could not be read, the first is "
-                  f"{run.problems[0]}", file=sys.stderr)  # fmt: skip
+            print(f"{shorten(run.name, 200)}: {len(run.problems)} lines could not be read, the "
+                  f"first is {shorten(str(run.problems[0]), 200)}", file=sys.stderr)  # fmt: skip
     if output == "-":
         sys.stdout.buffer.write(page)
         sys.stdout.flush()
@@ -218,13 +241,22 @@ def _format(arguments: argparse.Namespace) -> str:
     """As asked for, or as the name of the output says."""
     if arguments.json:
         return "json"
-    named = Path(arguments.output or "").suffix.lstrip(".")
-    return arguments.format or (named if named in ("md", "json", "png") else "html")
+    if arguments.format:
+        return arguments.format
+    named = Path(arguments.output or "").suffix.lstrip(".").lower()
+    if named in ("", "html", "htm"):
+        return "html"
+    if named not in FORMATS:
+        raise Mistake(
+            f"{arguments.output}: a report is html, md, json or png; name the file so, or say "
+            "--format"
+        )
+    return named
 
 
-def _read(path: str) -> records.Run:
+def _read(path: str) -> Run:
     try:
-        return records.read(path)
+        return read(path)
     except OSError as error:
         raise Mistake(f"cannot read {path}: {error.strerror}") from None
 
@@ -236,11 +268,14 @@ def _add_watch(commands: Any) -> None:
     parser = _command(
         commands,
         "watch",
-        "follow a run in another process",
-        "  gradlift watch run.jsonl\n  gradlift watch run.jsonl --once --json",
+        "follow runs in other processes",
+        "  gradlift watch run.jsonl\n  gradlift watch a.jsonl b.jsonl\n"
+        "  gradlift watch run.jsonl --once --json",
         _watch,
     )
-    parser.add_argument("path", metavar="RUN.jsonl", help="waited for if it is not there yet")
+    parser.add_argument(
+        "paths", nargs="+", metavar="RUN.jsonl", help="waited for if it is not there yet"
+    )
     parser.add_argument("--once", action="store_true", help="look once and leave")
     parser.add_argument("--json", action="store_true", help="print the last look as JSON")
 
@@ -249,11 +284,18 @@ def _watch(arguments: argparse.Namespace) -> None:
     from gradlift.report import watch
 
     console = _console(stderr=arguments.json, quiet=arguments.quiet or arguments.json)
-    if Path(arguments.path).is_dir():
-        raise Mistake(f"{arguments.path} is a folder; name the file that record_to writes")
-    view = watch.watch(arguments.path, console, once=arguments.once)
+    for path in arguments.paths:
+        if Path(path).is_dir():
+            raise Mistake(f"{path} is a folder; name the file that record_to writes")
+        if Path(path).suffix.lower() == ".csv":
+            raise Mistake(f"{path} is a table; watch follows the JSON lines of record_to")
+    try:
+        views = watch.watch(arguments.paths, console, once=arguments.once)
+    except PermissionError as error:
+        raise Mistake(f"cannot read {error.filename}: {error.strerror}") from None
     if arguments.json:
-        print(json.dumps(records.jsonable(view.to_dict())))
+        for view in views:
+            print(json.dumps(jsonable(view.to_dict())))
 
 
 # Demo.

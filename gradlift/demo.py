@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 from gradlift import Static
 from gradlift.report import page as report
-from gradlift.report import records
+from gradlift.report import read
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 WAYS = {
@@ -335,7 +335,7 @@ def show(
         results = _with_progress(tasks, folder, device, quiet)
     finally:
         torch.set_num_threads(threads)
-    runs = [records.read(path) for path in _recorded(tasks, folder)]
+    runs = [read(path) for path in _recorded(tasks, folder)]
     page = folder / "report.html"
     page.write_bytes(report.write(runs))
     if as_json:

@@ -183,10 +183,16 @@ class Dynamic:
         return cls(**{"init_scale": init_scale, "min_scale": 1.0, "on_floor": "hold", **changes})
 
     @classmethod
-    def deepspeed(cls, **changes: Any) -> Dynamic:
-        """DeepSpeed's fp16 section with its defaults."""
-        window = {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0}
-        return cls(**{**window, "on_floor": "raise", **changes})
+    def deepspeed(cls, zero: bool = True, **changes: Any) -> Dynamic:
+        """DeepSpeed's fp16 section with its defaults, with ZeRO (any stage) or without it.
+
+        Its optimizers without ZeRO take no notice of ``hysteresis``, and hold the scale at the
+        floor where those of ZeRO raise. Its scale first grows ``growth_interval + 1`` clean steps
+        after the start and after an overflow, and here after ``growth_interval``.
+        """
+        section = {"growth_interval": 1000, "min_scale": 1.0}
+        optimizer = {"hysteresis": 2, "on_floor": "raise"} if zero else {"on_floor": "hold"}
+        return cls(**{**section, **optimizer, **changes})
 
     @classmethod
     def megatron(cls, **changes: Any) -> Dynamic:

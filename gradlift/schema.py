@@ -174,6 +174,18 @@ class Since:
         self.inner, self.default = inner, default
 
 
+def open_record(make: Any = dict, **entries: Check | Since) -> Check:
+    """A ``record`` that passes over entries it does not know; a later version may have more."""
+    check = record(make, **entries)
+
+    def check_known(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            value = {name: value[name] for name in entries if name in value}
+        return check(value)
+
+    return check_known
+
+
 def record(make: Any = dict, **entries: Check | Since) -> Check:
     """A dict with these entries and no others; ``make`` gets them by name.
 

@@ -5,6 +5,7 @@
     PYTHONPATH=. python tests/freeze.py --update sgd        freeze one anew
     PYTHONPATH=. python tests/freeze.py --update            freeze all anew
     PYTHONPATH=. python tests/freeze.py --device cuda ...   the same on a GPU
+    PYTHONPATH=. python tests/freeze.py --file a.json ...   another file: two commits, side by side
 
 Of each run ``frozen.json`` holds, on the CPU: the scale and whether the step was skipped after
 every step; a hash of the weights' bytes after every tenth; at the end the scaler's state, the plan,
@@ -80,7 +81,7 @@ def outcome(trained: Training) -> dict[str, Any]:
         "state": opened(trained.scaler.state_dict()),
         "plan": planned(getattr(trained.scaler, "plan", None)),
         "overflow": trained.scaler.overflow_report(),
-        "records": [hashed_modules(record) for record in records(trained)],
+        "records": [steady(record) for record in records(trained)],
     }
 
 
@@ -92,8 +93,10 @@ def planned(plan: Any) -> dict[str, Any] | None:
     return {"loss": plan.global_exponent, "offsets": plan.offsets, "active": cuts}
 
 
-def hashed_modules(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with what a probe saw of each module, which is long, as a hash."""
+def steady(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the time, and with what a probe saw of each module, which is long, as a
+    hash."""
+    record.pop("time", None)
     if "modules" in record:
         record["modules"] = digest(iter([record["modules"]]))
     return record
@@ -314,11 +317,21 @@ def differences(name: str, old: dict[str, Any], new: dict[str, Any], field: Any)
         if key.startswith("rank "):
             told += differences(f"{name}: {key}", old.get(key, {}), new.get(key, {}), field)
         elif field(key):
-            found = list(_differ(key, old.get(key), new.get(key)))
+            pair = old.get(key), new.get(key)
+            found = list(_differ(key, *(map(by_step, pair) if key == "ops" else pair)))
             told += [f"{name}: {one}" for one in found[:SHOWN]]
             if len(found) > SHOWN:
                 told.append(f"{name}: {key}: and {len(found) - SHOWN} more")
     return told
+
+
+def by_step(changes: list[Any] | None) -> list[dict[str, int]]:
+    """What ``count_ops`` keeps, for every step."""
+    steps: list[dict[str, int]] = []
+    for step, counts in changes or []:
+        steps += [steps[-1]] * (step - len(steps)) if steps else []
+        steps.append(counts)
+    return steps + [steps[-1]] * (STEPS - len(steps)) if steps else []
 
 
 def _differ(path: str, old: Any, new: Any) -> Iterator[str]:
@@ -377,7 +390,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs; all if none is given")
     parser.add_argument("--update", action="store_true", help="freeze them anew")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--file", type=Path, help="in place of frozen.json")
     asked = parser.parse_args()
+    if asked.file:
+        global FILE
+        FILE = asked.file
     known = names_for(asked.device)
     names = asked.names or known
     if unknown := set(names) - set(known):

@@ -319,6 +319,8 @@ def training(run: Run, device: str = "cpu", stages: Stages = no_stages) -> Itera
     with tempfile.TemporaryDirectory() as folder:
         trained = Training(run, device, Path(folder), stages)
         yield trained
+        if run.record:
+            trained.recorder.close()
         if isinstance(trained.scaler, AdaptiveGradScaler):
             trained.scaler.close()
 

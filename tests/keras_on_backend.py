@@ -15,7 +15,7 @@ import pytest
 from keras import ops
 
 from gradlift import Dynamic, Static, update
-from gradlift.keras import LossScaleLogger, LossScaleOptimizer, from_keras
+from gradlift.keras import Adaptive, LossScaleLogger, LossScaleOptimizer, from_keras
 
 # Keras's own variables, read as NumPy arrays on TensorFlow, and saved to a file.
 pytestmark = pytest.mark.filterwarnings(
@@ -250,6 +250,122 @@ def test_unscaled_gradients_are_applied_once_unscaled():
     assert optimizer.get_unscaled_gradients([None]) == [None]
 
 
+def weight_and_optimizer(scale=1024.0):
+    w = keras.Variable([2.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(scale))
+    optimizer.build([w])
+    return w, optimizer
+
+
+def test_gradients_that_were_only_looked_at_leave_nothing_behind():
+    w, optimizer = weight_and_optimizer()
+    optimizer.get_unscaled_gradients([ops.convert_to_tensor([3072.0])])  # a batch that is dropped
+    optimizer.scale_loss(1.0)
+    optimizer.apply([ops.convert_to_tensor([1024.0])], [w])
+    assert ops.convert_to_numpy(w).tolist() == [1.0]
+    scaled = [ops.convert_to_tensor([1024.0])]
+    optimizer.get_unscaled_gradients(scaled)
+    optimizer.apply(scaled, [w])
+    assert ops.convert_to_numpy(w).tolist() == [0.0]
+    # Nothing tells these from clipped ones: taken as scaled, and said.
+    optimizer.get_unscaled_gradients([ops.convert_to_tensor([3072.0])])
+    with pytest.warns(RuntimeWarning, match="unscaled=True"):
+        optimizer.apply([ops.convert_to_tensor([1024.0])], [w])
+    assert ops.convert_to_numpy(w).tolist() == [-1.0]
+
+
+def test_true_gradients_are_known_whatever_happens_in_between():
+    w, optimizer = weight_and_optimizer()
+    first = optimizer.get_unscaled_gradients([ops.convert_to_tensor([1024.0])])
+    second = optimizer.get_unscaled_gradients([ops.convert_to_tensor([2048.0])])
+    optimizer.scale_loss(1.0)
+    optimizer.apply([ops.convert_to_tensor([4096.0])], [w])
+    optimizer.apply(second, [w])
+    optimizer.apply_gradients([(first[0], w)])
+    assert ops.convert_to_numpy(w).tolist() == [2.0 - 4.0 - 2.0 - 1.0]
+
+
+def test_clipped_gradients_are_said_to_be_true():
+    w, optimizer = weight_and_optimizer()
+    (true,) = optimizer.get_unscaled_gradients([ops.convert_to_tensor([8192.0])])
+    optimizer.apply([ops.minimum(true, 1.0)], [w], unscaled=True)
+    optimizer.apply_gradients([(ops.minimum(true, 1.0), w)], unscaled=True)
+    assert ops.convert_to_numpy(w).tolist() == [0.0]
+    optimizer.apply([true], [w], unscaled=False)
+    assert ops.convert_to_numpy(w).tolist() == [-8.0 / 1024]
+
+
+def test_true_and_scaled_gradients_do_not_mix():
+    w, optimizer = weight_and_optimizer()
+    v = keras.Variable([2.0], name="v")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(1024.0))
+    optimizer.build([w, v])
+    (true,) = optimizer.get_unscaled_gradients([ops.convert_to_tensor([1024.0])])
+    with pytest.raises(ValueError, match="1 of the 2 gradients"):
+        optimizer.apply([true, ops.convert_to_tensor([1024.0])], [w, v])
+    assert ops.convert_to_numpy(w).tolist() == ops.convert_to_numpy(v).tolist() == [2.0]
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's graphs can be looked into")
+def test_what_a_graph_makes_of_true_gradients_is_true():
+    w, optimizer = weight_and_optimizer()
+
+    @tf.function
+    def step(clip):
+        optimizer.scale_loss(tf.constant(1.0))
+        grads = optimizer.get_unscaled_gradients([tf.constant([4096.0])])
+        if clip:
+            grads, _ = tf.clip_by_global_norm(grads, 1.0)
+            optimizer.apply(grads, [w])
+
+    step(False)
+    step(True)
+    np.testing.assert_allclose(w.numpy(), [1.0], rtol=1e-6)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="jax.jit")
+def test_true_gradients_under_jit():
+    w, optimizer = weight_and_optimizer()
+
+    @jax.jit
+    def step(values, weight, g):
+        mapping = [*zip(optimizer.variables, values, strict=True), (w, weight)]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            optimizer.apply(optimizer.get_unscaled_gradients([g]), [w])
+        return scope.get_current_value(w)
+
+    with jax.checking_leaks():
+        values = [v.value for v in optimizer.variables]
+        after = step(values, w.value, jax.numpy.asarray([1024.0]))
+    assert after.tolist() == [1.0]
+
+
+def test_a_number_can_be_scaled():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    assert number(optimizer.scale_loss(1.0)) == 4.0 == number(optimizer.scale_loss(1))
+    optimizer.build([keras.Variable(1.0, name="w")])
+    assert number(optimizer.scale_loss(np.float16(0.5))) == 2.0
+
+
+def test_what_people_do_wrong_is_named():
+    sgd = keras.optimizers.SGD
+    for policy in ("dynamic", 65536.0):
+        with pytest.raises(ValueError, match=f"policy must be a .* got {policy!r}"):
+            LossScaleOptimizer(sgd(), policy=policy)
+    for inner in (LossScaleOptimizer(sgd()), keras.optimizers.LossScaleOptimizer(sgd())):
+        with pytest.raises(ValueError, match=r"LossScaleOptimizer already.*from_keras"):
+            LossScaleOptimizer(inner)
+    for inner in ("adam", Dynamic()):
+        with pytest.raises(ValueError, match=r"inner_optimizer must be .* got ('adam'|Dynamic\()"):
+            LossScaleOptimizer(inner)
+    w, optimizer = weight_and_optimizer()
+    gradient = ops.convert_to_tensor([1.0])
+    with pytest.raises(ValueError, match="variables where it expects gradients"):
+        optimizer.apply([w], [gradient])
+    with pytest.raises(ValueError, match="variables where it expects gradients"):
+        optimizer.apply_gradients([(w, gradient)])
+
+
 def test_a_true_gradient_too_large_for_float32_is_skipped():
     w = keras.Variable([2.0], name="w")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(2.0**-20))
@@ -274,6 +390,7 @@ def test_a_half_precision_loss_is_cast_before_it_is_scaled():
         {"initial_scale": 8.0, "dynamic": False},
         {"policy": Static(4.0)},
         {"policy": Dynamic.deepspeed(growth_interval=9)},
+        {"policy": Adaptive(headroom=4, on_floor="raise")},
     ],
 )
 def test_the_config_round_trips(arguments):
@@ -285,6 +402,20 @@ def test_the_config_round_trips(arguments):
     assert isinstance(again.inner_optimizer, keras.optimizers.SGD)
     config = keras.saving.serialize_keras_object(optimizer)
     assert keras.saving.deserialize_keras_object(config).policy == optimizer.policy
+
+
+def test_the_config_is_kerass_own_where_that_says_all():
+    sgd = keras.optimizers.SGD(0.5)
+    theirs = keras.optimizers.LossScaleOptimizer(sgd, 8.0, 7, name="lift").get_config()
+    assert LossScaleOptimizer(sgd, 8.0, 7, name="lift").get_config() == theirs
+    assert LossScaleOptimizer.from_config(theirs).policy == Dynamic.keras(
+        init_scale=8.0, growth_interval=7
+    )
+    config = LossScaleOptimizer(sgd, policy=Static(8.0)).get_config()
+    assert config.keys() == {*theirs, "policy"}
+    # As it was written before it had Keras's keys.
+    del config["initial_scale"], config["dynamic_growth_steps"]
+    assert LossScaleOptimizer.from_config(config).policy == Static(8.0)
 
 
 def test_arguments_mean_what_they_mean_in_keras():

@@ -15,6 +15,7 @@ started again there, the soak goes on where it was.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -198,20 +199,17 @@ class Progress:
         return "\n".join([said, *lines])
 
 
-def soak(folder: Path, seed: int, minutes: float, without: list[str], cases: int) -> Progress:
+def soak(progress: Progress, cases: Callable[[int], Case], until: float, most: int) -> None:
     """Cases until the time is over, or so many of them."""
-    import_early()
-    progress = Progress(folder, seed)
-    until = time.monotonic() + 60 * minutes
-    while time.monotonic() < until and progress.state["next"] < cases:
+    folder = progress.path.parent
+    while time.monotonic() < until and progress.state["next"] < most:
         number = progress.state["seed"] * 1_000_000 + progress.state["next"]
-        case, started = draw(number, without), time.monotonic()
+        case, started = cases(number), time.monotonic()
         failure = attempt_of(case, folder / f"failed-{number}")
         progress.count(case, time.monotonic() - started)
         if failure is not None:
             note(progress, case, failure, folder)
         progress.write()
-    return progress
 
 
 def note(progress: Progress, case: Case, failure: Failure, folder: Path) -> None:
@@ -227,17 +225,21 @@ def note(progress: Progress, case: Case, failure: Failure, folder: Path) -> None
     found[failure.signature] = {**row, "trace": failure.trace}
 
 
-def import_early() -> None:
+def import_early(trainers: bool = True) -> None:
     """All that ranks need, so that a fork is a rank."""
-    import accelerate  # noqa: F401
-    import lightning.fabric  # noqa: F401
     import soak_rank  # noqa: F401
     import torch
-
-    import gradlift.integrations.accelerate
-    import gradlift.integrations.lightning  # noqa: F401
+    import torch._dynamo  # a first step would import it on every rank
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
 
     torch.set_num_threads(1)
+    if trainers:
+        import accelerate  # noqa: F401
+        import lightning.fabric  # noqa: F401
+
+        import gradlift.integrations.accelerate
+        import gradlift.integrations.lightning  # noqa: F401
 
 
 def main() -> None:
@@ -249,26 +251,30 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="*", default=[], choices=[*KINDS, *CHECKS], help="to leave out"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--replay", type=int, help="run the case of this seed")
     parser.add_argument("--case", type=Path, help="run the case in this file")
     asked = parser.parse_args()
+    import_early()
+    cases = functools.partial(draw, without=asked.without, device=asked.device)
     if asked.replay is not None or asked.case is not None:
-        case = (
-            Case.from_json(asked.case.read_text())
-            if asked.case
-            else draw(asked.replay, asked.without)
-        )
-        import_early()
-        print(case.to_json())
-        failure = attempt_of(case)
-        print("held" if failure is None else f"{failure.kind}: {failure.message}\n{failure.trace}")
-        sys.exit(failure is not None)
+        one = Case.from_json(asked.case.read_text()) if asked.case else cases(asked.replay)
+        sys.exit(replay(one))
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"progress and failures are kept in {folder}", flush=True)
-    progress = soak(folder, asked.seed, asked.minutes, asked.without, asked.cases)
+    progress = Progress(folder, asked.seed)
+    soak(progress, cases, time.monotonic() + 60 * asked.minutes, asked.cases)
     print(progress.report())
     sys.exit(bool(progress.state["found"]))
+
+
+def replay(case: Case) -> bool:
+    """Run one case and say what came of it; whether it failed."""
+    print(case.to_json())
+    failure = attempt_of(case)
+    print("held" if failure is None else f"{failure.kind}: {failure.message}\n{failure.trace}")
+    return failure is not None
 
 
 if __name__ == "__main__":

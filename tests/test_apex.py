@@ -116,6 +116,28 @@ def test_master_weights_cast_type_and_patching_can_be_overridden():
     assert model(torch.rand(3, 4)).dtype is torch.float32
 
 
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [(level, torch.float16) for level in LEVELS]
+    + [(level, torch.bfloat16) for level in ("O0", "O2", "O3")],
+)
+def test_models_that_are_in_half_precision_already(level, dtype, monkeypatch):
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", dtype is torch.float16)
+    model = net().to(dtype)
+    before = model[0].weight.detach().clone()
+    model, optimizer = start(model, sgd(model), opt_level=level)
+    stepped = list(amp.master_params(optimizer))
+    if level == "O2":
+        assert {p.dtype for p in stepped} == {torch.float32}
+        torch.testing.assert_close(stepped[0].to(dtype), before, rtol=0, atol=0)
+    inputs = torch.rand(8, 4)
+    with amp.scale_loss(model(inputs).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight.to(dtype), before)
+    assert all(p.isfinite().all() for p in stepped)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_cast_model_outputs(level):
     model = start(net(), opt_level=level, cast_model_outputs=torch.float64)
@@ -697,6 +719,7 @@ def test_verbosity_zero_prints_nothing(capsys):
         ("fp16_utils", "FP16_Optimizer", "opt_level='O2'"),
         ("multi_tensor_apply", "multi_tensor_applier", "_foreach"),
         ("contrib", "xentropy", "cross_entropy"),
+        ("contrib", "something_else", "torch's own operators"),
     ],
 )
 def test_what_is_not_offered_names_its_replacement(module, name, instead):
@@ -708,9 +731,33 @@ def test_what_is_not_offered_names_its_replacement(module, name, instead):
         exec(f"from gradlift.apex.{module} import {name}")
 
 
+@pytest.mark.parametrize(
+    ("module", "instead"),
+    [
+        ("parallel.LARC", r"parallel\.LARC .*max_norm"),
+        ("optimizers.fused_adam", r"torch\.optim\.AdamW"),
+        ("contrib.xentropy", "cross_entropy"),
+        ("contrib.clip_grad.clip_grad", "clip_grad_norm_"),
+        ("contrib.no_such_thing", "torch's own operators"),
+        ("transformer.tensor_parallel", "Megatron-Core"),
+        ("parallel.no_such_thing", r"docs/apex\.md"),
+    ],
+)
+def test_modules_that_are_not_offered_name_their_replacement(module, instead):
+    with pytest.raises(ImportError, match=instead):
+        importlib.import_module(f"gradlift.apex.{module}")
+
+
+def test_modules_that_never_were_are_ordinary_errors():
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+        importlib.import_module("gradlift.apex.no_such_thing")
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+        importlib.import_module("gradlift.no_such_thing")
+
+
 def test_unknown_names_of_such_a_module_are_ordinary_attribute_errors():
     assert not hasattr(amp.parallel, "no_such_thing")
-    assert not hasattr(amp.parallel, "__path__")
+    assert not hasattr(amp.parallel, "__wrapped__")
 
 
 def test_old_interfaces_name_the_new_ones():
@@ -736,3 +783,4 @@ def test_calls_out_of_order_say_so(monkeypatch):
 
 def test_the_module_is_its_own_amp():
     assert amp.amp is amp
+    assert importlib.import_module("gradlift.apex.amp") is amp

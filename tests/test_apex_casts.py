@@ -257,6 +257,20 @@ def test_binary_cross_entropy_on_float16_names_its_replacement(device):
     assert nn.BCELoss()(x, x).dtype is FLOAT
 
 
+@pytest.mark.parametrize("owner", [torch, torch.Tensor])
+def test_float32_functions_are_refused_in_place_on_float16(device, owner):
+    assert {"exp_", "log_", "reciprocal_"} <= set(casts.IN_PLACE[owner])
+    for name in casts.IN_PLACE[owner]:
+        with pytest.raises(NotImplementedError, match=rf"{name}\(\) on a float16 tensor"):
+            getattr(owner, name)(values(device, 4).half())
+    x = values(device, 4)
+    expected = x.exp()
+    assert x.exp_() is x
+    torch.testing.assert_close(x, expected, rtol=0, atol=0)
+    with amp.disable_casts():
+        assert x.half().exp_().dtype is HALF
+
+
 def test_layers_that_call_listed_functions_are_cast_too(device):
     x = values(device, 4, 4)
     assert nn.Linear(4, 4).to(device)(x).dtype is HALF

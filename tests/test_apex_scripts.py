@@ -4,6 +4,9 @@ Each is kept as text that says ``from apex import amp``. The test changes that o
 and compares the losses it recorded with those of the same script in float32.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -351,3 +354,15 @@ def test_resume_from_a_checkpoint_that_apex_wrote(device, tmp_path):
     run(RESUME, device=device, opt_level="O2", checkpoint=path, iters=11)
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**13, "unskipped": 1}
     assert losses == pytest.approx(whole[5:], rel=1e-2)
+
+
+def test_the_page_runs_as_printed(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "apex.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    for block in blocks:
+        exec(compile(block, "<docs/apex.md>", "exec"), names)
+    assert len(blocks) == 3
+    assert names["state"]["loss_scaler0"].keys() == {"loss_scale", "unskipped"}
+    assert "O1" in capsys.readouterr().out
+    amp.initialize(nn.Linear(1, 1), enabled=False)

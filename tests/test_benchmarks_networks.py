@@ -1,41 +1,141 @@
-"""The benchmark on torchvision's networks: every column is filled from what was run."""
+"""The benchmarks on networks as people have them: every column is filled from what was run."""
 
-import importlib.util
 import json
+import math
 
 import pytest
 import torch
 
-from benchmarks import networks
+from benchmarks import catalogue, fidelity, networks
+from gradlift.plan import Component, Cut, Graph, Histogram, choose
+
+CPU = torch.device("cpu")
 
 
-def test_every_network_is_there_once_and_boxes_lie_in_the_image():
-    assert len(set(networks.NAMES)) == len(networks.NETWORKS)
-    network = networks.Network("any", 1, 64, detects=True)
-    (_, targets), *_ = networks.draw(network, networks.torch.device("cpu"), 1)
+def of(name):
+    (found,) = (network for network in catalogue.small() if network.name == name)
+    return found
+
+
+def test_every_network_is_there_once_and_sixteen_at_least():
+    for networks_ in (catalogue.small(), catalogue.full()):
+        names = [network.name for network in networks_]
+        assert len(set(names)) == len(names) >= 16
+
+
+def test_boxes_lie_in_the_image_and_are_the_same_for_one_seed():
+    (network,) = (n for n in catalogue.full() if n.name == "maskrcnn_resnet50")
+    (_, targets), *_ = catalogue.draw(network, 1, CPU)
     for corners in targets[0]["boxes"].tolist():
-        assert 0 <= corners[0] < corners[2] <= 64
-        assert 0 <= corners[1] < corners[3] <= 64
+        assert 0 <= corners[0] < corners[2] <= 320
+        assert 0 <= corners[1] < corners[3] <= 320
+    assert targets[0]["masks"].shape == (2, 320, 320)
+    (_, again), *_ = catalogue.draw(network, 1, CPU)
+    assert torch.equal(targets[0]["boxes"], again[0]["boxes"])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="it is here")
-def test_without_torchvision_it_says_so(capsys):
-    with pytest.raises(SystemExit) as ended:
-        networks.main(["--quick", "--device", "cpu"])
-    assert ended.value.code == 2
+def test_an_unknown_network_is_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        networks.main(["--quick", "--device", "cpu", "--only", "resnet51"])
     said = capsys.readouterr().err
-    assert "torchvision cannot be imported: No module named" in said
-    assert f"install the torchvision that belongs to torch {torch.__version__}" in said
+    assert "no network 'resnet51'; there are bert" in said
+
+
+def test_the_table_of_networks_and_its_lines(tmp_path, capsys):
+    target = tmp_path / "networks.jsonl"
+    arguments = ["--quick", "--device", "cpu", "--steps", "4", "--lines", str(target)]
+    networks.main([*arguments, "--only", "gpt", "lstm"])
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["network"] for row in rows] == ["gpt", "lstm"]
+    for row in rows:
+        assert row["skipped"] == dict.fromkeys(networks.TIMED, 0)
+        assert row["losses"].keys() == {*networks.TIMED, *networks.BFLOAT16}
+        assert row["losses"]["adaptive"] == pytest.approx(row["losses"]["torch"], rel=0.01)
+        assert row["adaptive"]["median"] > 0
+        assert "components" in row["plan"]
+    assert "lstm" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_network_that_cannot_be_built_does_not_end_the_others(monkeypatch, capsys):
+    def refuse():
+        raise ImportError("it is not here")
+
+    broken = catalogue.Network("broken", refuse, lambda chance: (), catalogue.classify)
+    works = of("lstm")
+    monkeypatch.setattr(catalogue, "small", lambda: (broken, works))
+    fidelity.main(["--quick", "--device", "cpu", "--training", "1"])
+    told = capsys.readouterr()
+    assert "broken: ImportError: it is not here" in told.err
+    assert told.out.count("lstm") == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # transformers'
+@pytest.mark.parametrize("name", ["layer scale 1e-8", "layer scale 1e-6", "tanh_60", "detector"])
+def test_layers_are_no_worse_than_one_scale_and_no_cut_is_idle(name):
+    for found in fidelity.measure_stages(of(name), CPU, 4, 16):
+        assert found.worse == []
+        assert found.idle == []
+        assert found.off["layers"] <= found.off["one scale"] <= found.off["torch"]
+        assert found.cuts <= 2
+
+
+def test_a_network_of_transformers_with_layer_scale():
+    pytest.importorskip("transformers")
+    first, trained = fidelity.measure_stages(of("convnext"), CPU, 8, 16)
+    assert first.off["layers"] == 0 < first.off["torch"]
+    assert first.cuts <= 4
+    assert trained.cuts == 0
+    assert not first.worse + first.idle + trained.worse + trained.idle
+
+
+def test_the_lines_of_fidelity_are_its_table(tmp_path, capsys):
+    target = tmp_path / "fidelity.jsonl"
+    arguments = ["--quick", "--device", "cpu", "--training", "2", "--lines", str(target)]
+    fidelity.main([*arguments, "--only", "layer scale 1e-8"])
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["stage"] for row in rows] == list(fidelity.STAGES)
+    first = rows[0]
+    assert first["parameters"] == 32
+    assert first["off"] == {"torch": 2, "one scale": 2, "layers": 0}
+    # Without its cut the branches behind it would be far off.
+    assert first["cuts"] == len(first["saved"]) == 2
+    assert all(worst == "inf" or worst > 0.5 for worst in first["saved"].values())
+    assert "layer scale 1e-8    first weights" in capsys.readouterr().out
+
+
+def test_errors_are_relative_and_what_overflowed_is_infinitely_wrong():
+    true = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2), "c": torch.ones(1)}
+    found = {"a": torch.tensor([3.0, 3.0]), "b": torch.ones(2), "c": torch.tensor([torch.inf])}
+    assert fidelity.errors(found, true) == {"a": pytest.approx(0.2), "c": math.inf}
+    assert fidelity.errors({}, true) == {"a": 1.0, "c": 1.0}
+
+
+def test_regions_are_joined_with_each_neighbour_and_the_loss_stays():
+    def seen(peak):
+        return Histogram(((peak - 20, 2**20), (peak, 1)), 0, 0, -200, 200)
+
+    components = (Component(), Component(("a",)), Component(("b",)), Component(("c",)))
+    cuts = (Cut("a", 0, 1), Cut("b", 1, 2), Cut("c", 2, 3))
+    graph = Graph(components, cuts)
+    plan = choose(graph, [seen(-2), seen(-30), seen(-60), seen(-60)])
+    loss, a, b = plan.offsets[0], plan.offsets[1], plan.offsets[2]
+    assert loss == 0 < a < b
+    tried = dict(enumerate(fidelity.joined(graph, plan)))
+    assert [offsets for _, offsets in tried.values()] == [
+        {"a": 0, "b": b, "c": b},
+        {"a": a, "b": a, "c": a},
+        {"a": b, "b": b, "c": b},
+    ]
 
 
 @pytest.mark.gpu
-def test_gpu_the_table_and_the_json(tmp_path, capsys):
+def test_gpu_the_table_and_the_lines(tmp_path):
     pytest.importorskip("torchvision")
-    target = tmp_path / "networks.json"
-    networks.main(["--quick", "--only", "mobilenet_v3_large", "--json", str(target)])
-    found = json.loads(target.read_text())["results"]
-    assert [row["network"] for row in found] == ["mobilenet_v3_large"]
-    assert set(found[0]["skipped"]) == {"torch", "adaptive"}
-    assert found[0]["adaptive"]["median"] > 0
-    assert "components" in found[0]["plan"] or "active cut" in found[0]["plan"]
-    assert "mobilenet_v3_large" in capsys.readouterr().out
+    target = tmp_path / "networks.jsonl"
+    arguments = ["--steps", "6", "--only", "mobilenet_v3_large", "ssdlite320"]
+    networks.main([*arguments, "--lines", str(target)])
+    fidelity.main([*arguments[2:], "--training", "2", "--lines", str(target)])
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["network"] for row in rows] == [arguments[3], arguments[4]] + [
+        name for name in arguments[3:] for _ in fidelity.STAGES
+    ]

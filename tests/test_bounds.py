@@ -3,9 +3,9 @@
 import pytest
 
 from gradlift.formats import get
-from gradlift.plan.bounds import FLUSHED_ZEROS, LOWEST_OCTAVE, Bounds, judge
+from gradlift.plan.bounds import LOWEST_OCTAVE, ONLY_ZEROS, Bounds, find_bounds
 from gradlift.plan.histogram import Histogram
-from gradlift.plan.potential import Interval
+from gradlift.plan.potential import MAX_EXPONENT, Interval
 
 FP16 = get("float16")
 
@@ -16,35 +16,40 @@ def look(counts, zeros, exponent=0):
     bins[0] = zeros
     for at, count in counts.items():
         bins[at + 127] = count
-    return judge(Histogram.from_bins(bins, exponent, FP16), FP16, tolerance=5e-4, headroom=3)
+    return find_bounds(Histogram.from_bins(bins, exponent, FP16), FP16, tolerance=5e-4, headroom=3)
 
 
-BULK = {-12: 1000, -14: 500, -16: 250}
+BULK = {-16: 1000, -18: 500, -20: 250}
 
 
-def test_a_few_zeros_below_a_tail_that_ends_at_the_floor_may_have_been_flushed():
-    found = look({**BULK, -23: 1}, zeros=4)
-    assert found.unseen == FLUSHED_ZEROS
-    assert found.interval.low >= 2
-    assert found.helps(found.interval.low)
+def test_zeros_below_magnitude_that_ends_at_the_floor_may_have_been_flushed():
+    found = look({**BULK, -24: 800}, zeros=4)
+    assert found.unseen == LOWEST_OCTAVE
+    assert found.usable.low >= 1
+    assert found.helps(found.usable.low)
+    assert found.interval.low == 0, "what was measured"
 
 
 @pytest.mark.parametrize(
     ("counts", "zeros"),
     [
-        ({**BULK, -23: 1}, 0),
-        ({**BULK, -20: 3}, 4),
-        ({**BULK, -23: 1}, 800),
+        ({**BULK, -24: 800}, 0),
+        ({**BULK, -23: 1}, 4),
+        ({**BULK, -23: 1}, 8000),
         (BULK, 4),
     ],
-    ids=["no zeros", "no tail near the floor", "a ReLU's zeros", "no tail at all"],
+    ids=["no zeros", "hardly any tail", "a ReLU's zeros", "no tail at all"],
 )
-def test_zeros_that_no_tail_explains_are_zeros(counts, zeros):
+def test_zeros_below_which_there_is_no_magnitude_are_zeros(counts, zeros):
     assert look(counts, zeros).unseen == ""
 
 
-def test_much_mass_in_the_lowest_octave_is_still_the_first_thing_seen():
-    assert look({**BULK, -24: 50}, zeros=4).unseen == LOWEST_OCTAVE
+def test_nothing_but_zeros_asks_for_nothing_and_helps_only_higher_up():
+    found = look({}, zeros=100, exponent=8)
+    assert found.unseen == ONLY_ZEROS
+    assert found.usable == Interval(-24, MAX_EXPONENT)
+    assert not found.helps(10)
+    assert found.helps(11)
 
 
 def test_an_upper_end_is_raised_out_of_what_is_reserved_first():

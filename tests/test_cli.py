@@ -18,7 +18,8 @@ pytest.importorskip("matplotlib")
 from rich.console import Console
 
 from gradlift import cli
-from gradlift.report.records import JsonlWriter, ModuleRecord, StepRecord
+from gradlift.report.record_file import JsonlWriter
+from gradlift.report.records import ModuleRecord, StepRecord
 from gradlift.report.watch import Tail, View, sparkline, watch
 
 COMMANDS = ["diagnose", "report", "watch", "demo"]
@@ -26,7 +27,7 @@ COMMANDS = ["diagnose", "report", "watch", "demo"]
 
 def record(path: Path, steps: int = 5, close: bool = True) -> JsonlWriter:
     writer = JsonlWriter(path)
-    module = ModuleRecord("[bold]layer", 8, 0.25, 0.0, 0.0, -20, -18, -12, -9, -8)
+    module = ModuleRecord("[bold]layer", 8, 0.25, 0.0, 0.0, -32, -18, -12, -9, -8)
     writer.write(
         [
             StepRecord(i, 8.0, i == 2, "inf" if i == 2 else None, 1.0 + i, 1.0, int(i >= 2), None,
@@ -227,7 +228,7 @@ def test_watch_follows_a_run_until_it_ends(tmp_path: Path):
             writers[0].close()
 
     console = Console(force_terminal=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
-    view = watch(path, console, wait=wait)
+    (view,) = watch([path], console, wait=wait)
     console.file.close()
     assert view.ended
     assert view.records == 4
@@ -265,7 +266,7 @@ def test_an_interrupted_view_gives_the_cursor_back(run: Path, tmp_path: Path):
     screen = io.StringIO()
     console = Console(force_terminal=True, width=100, file=screen)
     with pytest.raises(KeyboardInterrupt):
-        watch(tmp_path / "never.jsonl", console, wait=wait)
+        watch([tmp_path / "never.jsonl"], console, wait=wait)
     assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1
 
 

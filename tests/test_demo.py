@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 from rich.console import Console
 
 from gradlift import cli, demo
-from gradlift.report import records
+from gradlift.report import read
 
 # Half the rows and fewer steps than the demo's: less accurate, and as clear.
 SMALL_TANH = replace(demo.TANH, rows=128, batch=128, steps=400)
@@ -74,7 +74,7 @@ def test_the_scaled_runs_are_recorded(tanh):
     found = sorted(path.stem for path in folder.iterdir())
     assert found == ["tanh-adaptive", "tanh-dynamic", "tanh-static"]
     for way in ("static", "dynamic", "adaptive"):
-        run = records.read(folder / f"tanh-{way}.jsonl")
+        run = read(folder / f"tanh-{way}.jsonl")
         assert run.ended
         assert len(run.records) == SMALL_TANH.steps
         assert run.records[-1].skips == results[way].skipped_steps

@@ -62,10 +62,10 @@ def test_a_difference_names_run_field_old_and_new(frozen):
     assert freeze.differences("sgd", old, new, everything) == []
     new["scales"][7] = 3.0
     new["state"]["_growth_tracker"] = "none"
-    new["ops"][0][1]["update"] += 2
-    ops = old["ops"][0][1]["update"]
+    new["ops"].append([49, {**new["ops"][-1][1], "update": 99}])
+    ops = old["ops"][-1][1]["update"]
     assert freeze.differences("sgd", old, new, everything) == [
-        f"sgd: ops[0][1].update: {ops} -> {ops + 2}",
+        f"sgd: ops[49].update: {ops} -> 99",
         f"sgd: scales[7]: {old['scales'][7]} -> 3.0",
         f'sgd: state._growth_tracker: {old["state"]["_growth_tracker"]} -> "none"',
     ]
@@ -76,6 +76,16 @@ def test_a_difference_on_one_rank_names_the_rank(frozen):
     new["rank 1"]["weights"][2] = "other"
     (told,) = freeze.differences("ranks_ddp", old, new, everything)
     assert told.startswith("ranks_ddp: rank 1: weights[2]: ")
+
+
+def test_ops_are_compared_step_by_step():
+    changes = [[0, {"step": 3}], [2, {"step": 1}], [4, {"step": 2}]]
+    steps = freeze.by_step(changes)
+    assert [counts["step"] for counts in steps] == [3, 3, 1, 1] + [2] * 46
+    # An entry more is a difference in its own steps alone.
+    other = [*changes[:1], [1, {"step": 7}], *changes[1:]]
+    told = freeze.differences("x", {"ops": changes}, {"ops": other}, everything)
+    assert told == ["x: ops[1].step: 3 -> 7"]
 
 
 def test_many_differences_are_counted():

@@ -168,6 +168,48 @@ def test_scale_and_unscale_are_exact_up_to_the_ends_of_the_range():
         np.testing.assert_array_equal(y, x.astype(jnp.float32))
 
 
+EIGHT_BITS = [jnp.float8_e4m3fn, jnp.float8_e5m2]
+
+
+@pytest.mark.parametrize("mode", ["standard", "strict"])
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, jnp.float16, jnp.bfloat16, jnp.complex64])
+def test_every_dtype_is_scaled_and_counted_in_every_promotion_mode(dtype, mode):
+    from gradlift.jax.evaluation import count_exponents, times_power
+
+    x = jnp.asarray([1.0, 1.5, 0.0], dtype)
+    wide = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
+    with jax.numpy_dtype_promotion(mode):
+        state = gl.init(Static(4.0))
+        y = gl.unscale(state, gl.scale(state, x))
+        moved = times_power(x, jnp.int32(2))
+        counts = count_exponents(x)
+        assert gl.all_finite(x)
+        cut = jax.grad(lambda w: gl.layerwise(half_squares)(jnp.array([0, 3]), w))(x.real)
+    assert y.dtype == wide
+    np.testing.assert_array_equal(y, x.astype(wide))
+    assert moved.dtype == dtype
+    np.testing.assert_array_equal(moved.astype(wide), x.astype(wide) * 4)
+    assert counts[127] == 2
+    np.testing.assert_array_equal(cut.astype(jnp.float32), 2 * x.real.astype(jnp.float32))
+
+
+def half_squares(w):
+    return jnp.sum(gl.cut(w.astype(jnp.float32) * 1.0, "w") ** 2)
+
+
+def test_half_precision_parameters_stay_half_precision_in_a_step():
+    def step(state, w, x):
+        state, finite, _, grads = gl.value_and_grad(loss_fn)(state, w, x)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+        return state, gl.select(finite, new, w)
+
+    step, state, w = jax.jit(step), gl.init(SMALL), weights().astype(jnp.float16)
+    for _ in range(3):
+        state, w = step(state, w, batch().astype(jnp.float16))
+    assert w.dtype == jnp.float16
+    assert step._cache_size() == 1
+
+
 def test_integer_and_missing_leaves_pass_through():
     tree = {"a": jnp.arange(3), "b": None, "c": jnp.ones(2, jnp.float16)}
     out = gl.unscale(gl.init(Static(2.0)), tree)
@@ -266,6 +308,28 @@ def test_check_floor_does_what_the_policy_says():
     seen = []
     check_floor(at_floor(seen.append))
     assert seen[0].scale == 1.0
+
+
+def test_check_floor_reads_the_state_that_nnx_keeps():
+    from flax import nnx
+
+    policy = Dynamic(init_scale=2.0, min_scale=1.0, on_floor="raise")
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, gl.loss_scaled(optax.sgd(0.1), policy), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        state = gl.scale_state(optimizer.opt_state)
+        grads = nnx.grad(lambda model: gl.scale(state, jnp.mean(model(x) ** 2)))(model)
+        optimizer.update(model, grads)
+
+    step(model, optimizer, batch())
+    check_floor(optimizer.opt_state.loss_scale)
+    for _ in range(2):
+        step(model, optimizer, batch(bad=True))
+    assert gl.scale_state(optimizer.opt_state).scale == 1.0
+    with pytest.raises(FloatingPointError, match="min_scale"):
+        check_floor(optimizer.opt_state.loss_scale)
 
 
 # optax
@@ -398,9 +462,9 @@ def test_donated_buffers_are_distinct():
 def test_scale_state_wants_exactly_one():
     with pytest.raises(ValueError, match="found 0"):
         gl.scale_state(optax.adam(0.1).init(weights()))
-    twice = gl.loss_scaled(gl.loss_scaled(optax.sgd(0.1)))
+    one = gl.loss_scaled(optax.sgd(0.1)).init(weights())
     with pytest.raises(ValueError, match="found 2"):
-        gl.scale_state(twice.init(weights()))
+        gl.scale_state((one, one))
 
 
 # saving
@@ -553,6 +617,30 @@ def test_a_script_for_jmp_runs_with_one_import_changed():
     assert ours["train_step"]._cache_size() == 1
     assert float(ours["floor"].loss_scale) == 4.0
     assert float(theirs["floor"].loss_scale) == 1.0  # lost through jit
+
+
+def test_the_stand_in_for_jmp_goes_where_jmp_goes(tmp_path):
+    jmp = pytest.importorskip("gradlift.jax.jmp")
+    import orbax.checkpoint as ocp
+
+    scale = jmp.DynamicLossScale(jnp.asarray(2.0**10), period=2.0)
+    assert scale.adjust(True).loss_scale == 2.0**10
+    assert scale.adjust(True).adjust(True).loss_scale == 2.0**11
+    assert scale.adjust(False).loss_scale == scale.adjust(np.array(False)).loss_scale == 2.0**9
+    with pytest.raises(ValueError, match=r"2\.5"):
+        jmp.DynamicLossScale(jnp.asarray(8.0), period=2.5).adjust(True)
+
+    def step(scale):
+        return scale.adjust(jnp.array(False))
+
+    shapes = jax.eval_shape(step, scale)
+    assert shapes.loss_scale.shape == ()
+    assert jax.jit(step).lower(shapes).compile()(scale).loss_scale == 2.0**9
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "scale", scale)
+        saver.wait_until_finished()
+        restored = saver.restore(tmp_path / "scale", jax.eval_shape(lambda: scale))
+    assert_same(restored, scale)
 
 
 # training

@@ -12,6 +12,7 @@ for module in ("jax", "flax"):
     pytest.importorskip(module)
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
@@ -19,7 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from gradlift import Dynamic, Static
 from gradlift import jax as gl
-from gradlift.jax.cuts import adopt, count_exponents, cut, layerwise
+from gradlift.jax.cuts import adopt, layerwise
+from gradlift.jax.evaluation import count_exponents
+from gradlift.jax.marks import cut
 from gradlift.jax.modules import cut_modules
 from gradlift.plan import Plan
 
@@ -212,38 +215,6 @@ def test_components_of_a_chain_run_from_the_loss():
     assert cuts == [("layer 0", 2, 3), ("layer 1", 1, 2), ("layer 2", 0, 1)]
 
 
-def inside_scan(ws, x):
-    def body(h, w):
-        return cut(jnp.tanh(h @ w), "body"), jnp.sum(h)
-
-    h, sums = jax.lax.scan(body, cut(x @ ws[0], "before"), jnp.stack(ws))
-    return jnp.mean(cut(h, "after") ** 2) + jnp.mean(sums)
-
-
-def inside_cond(ws, x):
-    h = cut(jnp.tanh(x @ ws[0]), "before")
-    h = jax.lax.cond(jnp.sum(x) > 0, lambda h: cut(h @ ws[1], "yes"), lambda h: cut(-h, "no"), h)
-    return jnp.mean(cut(h, "after") ** 2)
-
-
-@pytest.mark.parametrize(
-    ("fun", "inside"),
-    [(inside_scan, {"body": "inside scan"}), (inside_cond, {"yes": "inside cond", "no": "cond"})],
-)
-def test_cuts_inside_a_loop_or_a_branch_are_neutral_and_say_so(fun, inside):
-    ws, run = matrices(3), layerwise(fun)
-    traced = run.trace(ws, X)
-    for name, reason in inside.items():
-        assert reason in traced.neutral[name]
-    count = len(traced.graph.components)
-    assert {c.name for c in traced.graph.cuts} <= {"before", "after"}
-    assert traced.graph.cuts
-    grads = jax.grad(fun)(ws, X)
-    for seed in range(3):
-        offsets = random_offsets(count, seed)
-        assert_equal_trees(run.value_and_grad(STATE, offsets, ws, X).grads, grads)
-
-
 def by_hand(ws, x):
     h = cut(jnp.tanh(x @ ws[0]), "below")
     h = cut(clipped(h @ ws[1]) * 2, "clipped")
@@ -301,6 +272,62 @@ def test_a_cut_alone_is_the_identity():
 
     assert_equal_trees(jax.jit(jax.vmap(f))(X), X * 2)
     assert_equal_trees(jax.grad(lambda x: f(x).sum())(X), jnp.full_like(X, 2))
+
+
+def test_a_cut_is_not_saved_by_a_policy_that_saves_names(capsys):
+    policy = jax.checkpoint_policies.save_any_names_but_these("other")
+
+    def residuals(mark):
+        fun = jax.checkpoint(lambda w: jnp.sum(mark(jnp.sin(w @ w)) ** 2), policy=policy)
+        jax.ad_checkpoint.print_saved_residuals(fun, X[:, :4])
+        return len(capsys.readouterr().out.splitlines())
+
+    named = residuals(lambda x: jax.ad_checkpoint.checkpoint_name(x, "mine"))
+    assert residuals(lambda x: cut(x, "mine")) == residuals(lambda x: x) < named
+
+
+def test_named_scopes_are_kept():
+    def fun(ws, x):
+        with jax.named_scope("first"):
+            x = cut(jnp.tanh(x @ ws[0]), "a")
+
+        @jax.jit
+        def second(x):
+            with jax.named_scope("second"):
+                return cut(jnp.sin(x @ ws[1]), "b")
+
+        def body(h, w):
+            with jax.named_scope("third"):
+                return cut(jnp.cos(h @ w), "c"), None
+
+        with jax.named_scope("outer"):
+            x = second(x)
+            x, _ = jax.lax.scan(body, x, jnp.stack(ws))
+        return jnp.mean(x**2)
+
+    def scopes(fun, *args):
+        text = jax.jit(fun).lower(*args).as_text(debug_info=True)
+        return [name for name in ("first", "outer/second", "outer", "third") if f"{name}/" in text]
+
+    ws = matrices(3)
+    run = layerwise(fun)
+    offsets = jnp.zeros(len(run.trace(ws, X).graph.components), jnp.int32)
+    plain = [name for name in scopes(fun, ws, X) if name != "outer/second"]
+    assert len(plain) == 3
+    assert scopes(run, offsets, ws, X) == ["first", "outer/second", "outer", "third"]
+
+
+def test_a_probe_of_a_loss_that_is_not_finite_changes_no_plan():
+    ws, run = matrices(3), layerwise(chain)
+    traced = run.trace(ws, X)
+    plan = Plan.uniform(traced.graph, 4, "float16")
+    state, offsets = adopt(plan, STATE)
+    _, bins = run.probe(state, offsets, ws, X)
+    plan = traced.plan(bins, state, offsets, last=plan)
+    out, bins = run.probe(state, offsets, ws, X.at[0, 0].set(jnp.nan))
+    assert not out.finite
+    assert not bins.any()
+    assert traced.plan(bins, state, offsets, last=plan).exponents == plan.exponents
 
 
 def test_exponents_are_counted_by_their_bits():

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("keras")
 
-CHECKS = Path(__file__).with_name("keras_on_backend.py")
+FILES = ("keras_on_backend.py", "keras_adaptive_on_backend.py")
+CHECKS = [str(Path(__file__).with_name(name)) for name in FILES]
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
@@ -38,7 +39,7 @@ def run_checks(backend, *options):
         "-q",
         "-p",
         "no:cacheprovider",
-        str(CHECKS),
+        *CHECKS,
         *options,
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

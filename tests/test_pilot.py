@@ -15,10 +15,10 @@ def pilot(**changes):
 
 
 def histogram(*exponents, stored_at=0):
-    """Elements of these true exponents, recorded in float32."""
+    """Elements of these true exponents, with the same magnitude in each, recorded in float32."""
     bins = [0] * BINS
     for exponent in exponents:
-        bins[exponent + stored_at + 127] += 100
+        bins[exponent + stored_at + 127] += 100 << (max(exponents) - exponent)
     return Histogram.from_bins(bins, stored_at, "float32")
 
 
@@ -94,7 +94,8 @@ def test_an_overflow_lowers_the_exponent_and_asks_for_a_probe():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, NEAR))
     assert it.next_probe > 6
-    assert it.saw(record(3, 14, amax=None, overflow=True), 5) < 0
+    assert it.saw(record(3, 14, amax=None, overflow=True), 5) <= 0
+    assert it.plan.global_exponent <= 14 - it.backoff
     assert it.next_probe == 6
 
 
@@ -107,16 +108,46 @@ def test_a_bad_loss_asks_for_nothing():
     assert (it.plan, it.next_probe) == (plan, due)
 
 
+def zeros(exponent):
+    return Histogram.from_bins([5000] + [0] * (BINS - 1), exponent, "float16")
+
+
+def test_a_part_that_shows_only_zeros_is_looked_for_no_higher_than_its_neighbour():
+    it, exponent = pilot(), 8
+    exponent += it.saw(record(0, exponent), 2, survey(NEAR, zeros(8)))
+    assert it.plan.one_exponent_serves
+    assert it.next_probe == 3, "the neighbour has taken it higher"
+    exponent += it.saw(record(3, exponent), 5, survey(NEAR, zeros(exponent)))
+    assert it.plan.one_exponent_serves
+    assert it.next_probe == 5 + 8
+
+
+def test_with_nothing_in_sight_the_scale_rises_to_torchs_first_and_waits_there():
+    it, exponent, step, seen = pilot(), 8, 0, []
+    for _ in range(6):
+        exponent += it.saw(record(step, exponent, None), step, survey(zeros(exponent), None))
+        seen.append((exponent, it.next_probe - step))
+        step = it.next_probe
+    assert seen[:3] == [(16, 1), (16, 8), (16, 9)]
+    assert exponent == 16
+    assert it.plan is None
+    # Something stirs.
+    assert it.saw(record(step - 9, exponent, -20), step - 7) == 0
+    assert it.next_probe == step - 6
+
+
 def test_probes_follow_each_other_while_something_is_out_of_sight_but_not_for_ever():
     it = pilot()
-    zeros = Histogram.from_bins([5000] + [0] * (BINS - 1), 8, "float16")
     step, exponent, probes = 0, 8, []
     for _ in range(30):
-        exponent += it.saw(record(step, exponent), step + 2, survey(NEAR, zeros))
+        # However low it goes, it overflows.
+        beyond = Histogram.overflowed(exponent, "float16")
+        seen = survey(beyond, beyond)
+        exponent += it.saw(record(step, exponent, None, True), step, seen) - it.backoff
+        exponent = max(exponent, -24)
         probes.append(it.next_probe - step)
         step = it.next_probe
-        zeros = Histogram.from_bins([5000] + [0] * (BINS - 1), exponent, "float16")
-    assert probes[0] == 3
+    assert probes[0] == 1
     assert probes[-1] > 100
 
 
@@ -141,12 +172,36 @@ def test_nothing_is_at_stake_in_wide_formats():
     assert exponent == it.plan.global_exponent
 
 
-def test_blind_it_goes_by_the_parameters():
+def test_blind_it_follows_torchs_rule():
+    it, exponent, exponents = pilot(), 8, []
+    nothing = Survey(GRAPH, (None, None), {})
+    exponent += it.saw(record(0, exponent), 0, nothing)
+    assert exponent == 16
+    assert it.blind
+    assert it.next_probe == 8
+    for step in range(1, 4500):
+        overflow = step in (3, 4)
+        exponent -= 4 * overflow
+        before = exponent + 4 * overflow
+        exponent += it.saw(record(step, before, -9, overflow), step, blind=step == 8)
+        exponents.append(exponent)
+    assert exponents[:4] == [16, 16, 15, 14]
+    # Doubled after 2,000 clean steps, and after 2,000 more.
+    assert exponents[2002:2004] == [14, 15]
+    assert exponents[4002:4004] == [15, 16]
+    # A probe that shows something ends it.
+    exponent += it.saw(record(4500, exponent), 4500, survey(NEAR, NEAR))
+    assert not it.blind
+    assert it.plan.global_exponent == exponent
+
+
+def test_a_probe_that_shows_no_module_changes_no_plan():
     it = pilot()
-    exponent = 8 + it.saw(record(0, 8, amax=-10), 2, blind=True)
-    assert exponent == 15 - 3 + 10 - 3
-    assert it.saw(record(1, 8, amax=-10), 3, blind=True) == 0
-    assert it.saw(record(3, exponent, amax=-4), 5, blind=True) < 0
+    exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
+    plan = it.plan
+    assert it.saw(record(9, exponent), 9, Survey(GRAPH, (None, None), {})) == 0
+    assert it.plan == plan
+    assert not it.blind
 
 
 def test_its_memory_survives_json():
@@ -177,9 +232,9 @@ def test_a_damaged_memory_is_refused_and_changes_nothing(missing):
 def test_a_plan_that_the_trend_has_moved_far_survives_too():
     """Exponents near the upper end rise with the global one, beyond what would be planned."""
     it = pilot()
-    it.saw(record(0, 0), 0, survey(histogram(-5), histogram(-110)))
-    for step in range(1, 200):
-        it.saw(record(step, it.plan.global_exponent, amax=-60), step)
+    it.saw(record(0, 0), 0, survey(histogram(-5), histogram(-63)))
+    for step in range(1, 400):
+        it.saw(record(step, it.plan.global_exponent, amax=-100), step)
     assert max(it.plan.exponents) > 127
     other = pilot()
     other.load(json.loads(json.dumps(it.to_dict())))
@@ -204,13 +259,15 @@ def test_an_overflow_is_met_where_the_parameters_show_it_first():
     far = it.plan.exponents[2]
     overflow = record(3, exponent, None, True)
     shift = it.saw(overflow, 5, overflowed=["a.weight"])
-    assert shift == 0
+    assert shift == it.backoff, "the rest returns to where it was"
     assert it.plan.exponents[2] < far
     assert it.plan.exponents[:2] == (exponent, exponent)
     assert it.next_probe == 6
     it = pilot()
     it.saw(record(0, 8), 2, looked)
-    assert it.saw(overflow, 5, overflowed=["b.weight", "a.weight"]) < 0
+    shift = it.saw(overflow, 5, overflowed=["b.weight", "a.weight"])
+    assert it.plan.global_exponent == exponent - it.backoff + shift
+    assert shift <= 0
     assert it.plan.exponents[2] == far, "what lies beyond took the inf in, and is left alone"
 
 
@@ -221,12 +278,12 @@ def test_after_an_overflow_the_global_exponent_does_not_rise():
     exponent = 8 + it.saw(record(0, 8), 2, survey(small, large))
     assert it.plan.one_exponent_serves
     overflow = record(3, exponent, None, True)
-    assert it.saw(overflow, 5, overflowed=["a.weight"]) == 0
+    assert it.saw(overflow, 5, overflowed=["a.weight"]) == it.backoff
     assert it.plan.active, "the two have parted, and the loss could have risen"
     it = pilot()
     it.saw(record(0, 8), 2, survey(small, large))
     beyond = Histogram.overflowed(exponent, "float16")
-    assert it.saw(overflow, 5, survey(small, beyond)) == 0
+    assert it.saw(overflow, 5, survey(small, beyond)) == it.backoff
     assert it.plan.active
 
 

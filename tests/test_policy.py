@@ -182,6 +182,14 @@ def test_a_preset_replays_an_overflow_trace(name):
     assert run(getattr(Dynamic, name)(), trace) == replay(name, trace)
 
 
+def test_deepspeed_without_zero_knows_no_hysteresis_and_holds_the_floor():
+    preset = Dynamic.deepspeed(zero=False)
+    assert (preset.hysteresis, preset.on_floor) == (1, "hold")
+    assert preset == Dynamic.deepspeed(hysteresis=1, on_floor="hold")
+    assert run(preset, [1] * 20)[:2] == [2.0**15, 2.0**14]
+    assert run(preset, [1] * 20)[-1] == 1.0
+
+
 def test_fairseqs_window_shrinks_with_the_workers():
     assert Dynamic.fairseq(data_parallel=8).growth_interval == 2**11
     with pytest.raises(ValueError, match="data_parallel"):

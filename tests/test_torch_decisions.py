@@ -12,7 +12,7 @@ from cuts_harness import SCALE, check_exact, random_offsets, run, same
 from test_torch_cuts_rules import Clamp
 from torch import nn
 
-from gradlift.plan import Component, Cut, Graph, choose
+from gradlift.plan import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.pilot import Pilot, Record, Survey
 from gradlift.torch.adaptive.engine import Engine
@@ -167,7 +167,7 @@ def test_a_layer_that_comes_twice_is_not_planned_and_neutral():
     engine.close()
 
 
-# Half the tolerance.
+# The tolerance, for each tensor.
 
 
 def record(counts, exponent=10):
@@ -179,23 +179,22 @@ def record(counts, exponent=10):
 
 
 def test_neither_side_of_a_component_loses_more_than_the_tolerance():
-    """What leaves has 0.15% of small elements that cannot be kept, what enters has none: 0.075%
-    of both, which would pass for 0.1%."""
-    enters, leaves = record({-4: 10_000}), record({-5: 9_985, -44: 15})
+    """What leaves has 0.2% of its magnitude in elements that cannot be kept, what enters has a
+    thousand times as much and loses nothing: together they would pass for 0.0002%."""
+    enters, leaves = record({-4: 10_000}), record({-4: 10, -44: 2**40 // 50})
     graph = Graph((Component(("loss",)), Component(("a",))), (Cut("a", 0, 1),))
     both = (enters, Histogram.merge([enters, leaves]))
     pilot = Pilot("float16", 1e-3, 3)
     pilot.saw(Record(0, 10, -4, False), 0, Survey(graph, both, {}))
     assert [part.modules for part in pilot.plan.squeezed] == [("a",)]
-    assert "a: does not fit" in str(pilot.plan)
-    assert not choose(graph, both, tolerance=1e-3).squeezed, "with all of it nobody is told"
+    assert "a: does not fit, 0.20% of its gradient" in str(pilot.plan)
 
 
 def test_a_component_that_loses_less_is_content():
-    enters, leaves = record({-4: 10_000}), record({-5: 9_992, -44: 8})
+    enters, leaves = record({-4: 10_000}), record({-4: 10, -44: 2**40 // 125})
     graph = Graph((Component(("loss",)), Component(("a",))), (Cut("a", 0, 1),))
     pilot = Pilot("float16", 1e-3, 3)
     survey = Survey(graph, (enters, Histogram.merge([enters, leaves])), {})
     pilot.saw(Record(0, 10, -4, False), 0, survey)
     assert not pilot.plan.squeezed
-    assert pilot.plan.components[1].lost <= 5e-4
+    assert 0 < pilot.plan.components[1].lost <= 1e-3

@@ -4,6 +4,9 @@ MXNet's CPU build has no float16 matrix products, so the nets here are elementwi
 their operators as its list of float16 functions, and casts float32 parameters for real.
 """
 
+import re
+from pathlib import Path
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -193,3 +196,12 @@ def test_mistakes_are_named():
         amp.unscale(plain)
     with pytest.raises(ValueError, match="update_on_kvstore=False"):
         trainer_for(net, update_on_kvstore=True)
+
+
+def test_the_page_runs_as_printed():
+    page = (Path(__file__).parent.parent / "docs" / "mxnet.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(compile(block, "<docs/mxnet.md>", "exec"), names)
+    assert names["trainer"]._amp_loss_scaler.skipped_steps == 0
+    assert names["net"].alpha.data().asscalar() < 0.25  # where PReLU starts

@@ -41,7 +41,8 @@ __all__ = [
     "state_dict",
 ]
 
-amp = _sys.modules[__name__]  # import gradlift.apex as apex; apex.amp.initialize(...)
+# import gradlift.apex as apex; apex.amp.initialize(...), and from gradlift.apex.amp import ...
+amp = _sys.modules[f"{__name__}.amp"] = _sys.modules[__name__]
 
 globals().update(_gone.parts(__name__))
 

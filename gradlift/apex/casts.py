@@ -76,6 +76,12 @@ PROMOTE = {
     Tensor: ("cross", "dot", "equal"),
 }
 
+# Refused on float16: a result in float32 does not fit into the tensor it would be written to.
+IN_PLACE = {
+    owner: tuple(f"{name}_" for name in _MATH if hasattr(owner, f"{name}_"))
+    for owner in (torch, Tensor)
+}
+
 BANNED = "binary_cross_entropy"
 BANNED_ADVICE = (
     "binary_cross_entropy (BCELoss) is not safe on float16 probabilities: use "
@@ -123,6 +129,9 @@ def turn_on(devices: Iterable[str]) -> None:
         for owner, names in table.items():
             for name in names:
                 _replace(owner, name, wrap)
+    for owner, names in IN_PLACE.items():
+        for name in names:
+            _replace(owner, name, _refused_in_place)
     _replace(FUNCTIONAL, BANNED, _banned)
     for name in ("backward", "grad"):
         _replace(torch.autograd, name, _without_autocast)
@@ -245,6 +254,21 @@ def _banned(function: Function) -> Function:
             raise NotImplementedError(BANNED_ADVICE)
         with _autocast_paused():  # on CUDA it refuses float32 as well
             return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _refused_in_place(function: Function) -> Function:
+    name = function.__name__
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _state.active and torch.float16 in _dtypes((*args[:1], *kwargs.values())):
+            raise NotImplementedError(
+                f"{name}() on a float16 tensor is not safe: under O1 {name[:-1]} runs in float32, "
+                f"which does not fit in place. Use {name[:-1]}() and take its result"
+            )
+        return function(*args, **kwargs)
 
     return wrapper
 

@@ -146,7 +146,7 @@ def _check_models(nets: list[torch.nn.Module], chosen: levels.Properties) -> Non
                 "casting the weights breaks the wrapper"
             )
         for name, tensor in itertools.chain(net.named_parameters(), net.named_buffers()):
-            if tensor.dtype is torch.float16:
+            if tensor.dtype is torch.float16 and not _amp_state.allow_incoming_model_not_fp32:
                 raise ValueError(
                     f"{name!r} is float16; give amp.initialize a float32 model, it does the casting"
                 )

@@ -1,12 +1,14 @@
 """The rest of Apex, which is not offered: each name says what to use instead.
 
 ``from gradlift.apex.parallel import DistributedDataParallel`` and the like fail with an
-``ImportError`` that names the replacement, rather than with one about a missing module.
+``ImportError`` that names the replacement, rather than with one about a missing module; so do
+modules inside them, as in ``from gradlift.apex.parallel.LARC import LARC``.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -62,7 +64,24 @@ REPLACEMENTS = {
         "Tanh": "torch.nn.RNN",
         "mLSTM": "a loop over torch.nn.LSTMCell",
     },
-    "contrib": {},
+    "contrib": {
+        "bottleneck": "torchvision.models.resnet.Bottleneck, under torch.compile",
+        "clip_grad": "torch.nn.utils.clip_grad_norm_, or scaler.step(optimizer, max_norm=...)",
+        "conv_bias_relu": "torch.nn.Conv2d and ReLU, under torch.compile",
+        "cudnn_gbn": "torch.nn.SyncBatchNorm",
+        "fmha": "torch.nn.functional.scaled_dot_product_attention",
+        "focal_loss": "torchvision.ops.sigmoid_focal_loss",
+        "group_norm": "torch.nn.GroupNorm",
+        "groupbn": "torch.nn.BatchNorm2d and ReLU, or torch.nn.SyncBatchNorm",
+        "index_mul_2d": "x[index] * y, under torch.compile",
+        "layer_norm": "torch.nn.LayerNorm",
+        "multihead_attn": "torch.nn.MultiheadAttention, or "
+        "torch.nn.functional.scaled_dot_product_attention",
+        "optimizers": "torch.optim with fused=True, and FSDP2 in place of the distributed ones",
+        "sparsity": "torch.sparse.to_sparse_semi_structured",
+        "transducer": "torchaudio.functional.rnnt_loss",
+        "xentropy": "torch.nn.functional.cross_entropy(..., label_smoothing=...)",
+    },
     "transformer": {},
 }
 
@@ -75,12 +94,47 @@ ELSEWHERE = {
 class Gone(ModuleType):
     """A part of Apex that only says what to use instead."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name, f"Not offered; see {__name__}.")
+        self.__path__ = []  # a package's, without which no finder is asked for what is inside
+
     def __getattr__(self, name: str) -> Any:
         part = self.__name__.rsplit(".", 1)[-1]
-        instead = REPLACEMENTS[part].get(name, ELSEWHERE.get(part))
+        instead = _instead(part, name)
         if name.startswith("__") or instead is None:
             raise AttributeError(f"apex.{part}.{name} is not offered by gradlift")
         raise ImportError(f"apex.{part}.{name} is not offered by gradlift; use {instead}")
+
+
+class Inside(MetaPathFinder):
+    """Finds no module inside of those parts, and says what to use instead.
+
+    Args:
+        package: the one that stands in for Apex.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """Called by an import that no other finder could serve."""
+        outer, _, name = fullname.removeprefix(f"{self.package}.").partition(".")
+        if not fullname.startswith(f"{self.package}.") or outer not in REPLACEMENTS:
+            return
+        instead = _instead(outer, name)
+        advice = f"use {instead}" if instead else "it replaces apex.amp alone, see docs/apex.md"
+        raise ImportError(f"apex.{outer}.{name} is not offered by gradlift; {advice}")
+
+
+def _instead(part: str, name: str) -> str | None:
+    """For a class, a function, or the module that Apex has it in: FusedAdam, fused_adam."""
+    known = REPLACEMENTS[part]
+    alike = {_bare(key): use for key, use in known.items()}
+    return known.get(name) or alike.get(_bare(name)) or ELSEWHERE.get(part)
+
+
+def _bare(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def parts(package: str) -> dict[str, ModuleType]:
@@ -88,5 +142,7 @@ def parts(package: str) -> dict[str, ModuleType]:
     made: dict[str, ModuleType] = {}
     for part in REPLACEMENTS:
         name = f"{package}.{part}"
-        made[part] = sys.modules[name] = Gone(name, f"Not offered; see {__name__}.")
+        made[part] = sys.modules[name] = Gone(name)
+    if not any(isinstance(finder, Inside) for finder in sys.meta_path):
+        sys.meta_path.append(Inside(package))
     return made

@@ -22,10 +22,16 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-    """Cast parameters and buffers in place; batch norms stay as they are if asked to."""
+    """Cast parameters and buffers in place; batch norms are kept in float32 if asked to."""
     for module in model.modules():
-        if not (keep_batchnorm and isinstance(module, _BatchNorm)):
-            module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
+        kept = keep_batchnorm and isinstance(module, _BatchNorm)
+        change = _widen if kept else lambda t: t.to(dtype) if t.is_floating_point() else t
+        module._apply(change, recurse=False)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """float32 for half precision: of a bfloat16 model, or a float16 one where that is allowed."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def cast_forward(
@@ -92,7 +98,8 @@ class Float32Weights:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._of = {id(p): (p, p.detach().clone()) for p in params if p.is_floating_point()}
+        floating = [p for p in params if p.is_floating_point()]
+        self._of = {id(p): (p, _widen(p.detach().clone())) for p in floating}
 
     def forget_uncast(self) -> None:
         """Keep nothing for parameters that are float32 themselves."""

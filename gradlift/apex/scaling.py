@@ -80,6 +80,8 @@ class AmpState:
     """What ``initialize`` set up; ``amp._amp_state``."""
 
     def __init__(self) -> None:
+        self.allow_incoming_model_not_fp32 = False
+        """Apex's switch, under its name: set, ``initialize`` takes float16 weights too."""
         self.reset(1)
 
     def reset(self, verbosity: int) -> None:

@@ -11,9 +11,10 @@ A training step::
         new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return state, select(finite, new, params), loss
 
-``loss_scaled`` does the same inside an optax transformation. ``gradlift.jax.flax`` and
-``gradlift.jax.jmp`` stand in for Flax's ``DynamicScale`` and for ``jmp``. ``layerwise`` gives
-each part of a loss function its own exponent; ``gradlift.jax.modules`` cuts Flax models.
+``loss_scaled`` does the same inside an optax transformation. ``adaptive`` finds the scale from the
+gradients, for each part of a loss function by itself (``layerwise`` is what it drives, and
+``gradlift.jax.modules`` cuts Flax models). ``gradlift.jax.flax`` and ``gradlift.jax.jmp`` stand in
+for Flax's ``DynamicScale`` and for ``jmp``.
 """
 
 try:
@@ -23,7 +24,9 @@ except ImportError as error:
         "gradlift.jax needs jax, which is not installed: pip install 'gradlift[jax]'"
     ) from error
 
-from gradlift.jax.cuts import Layerwise, adopt, cut, layerwise
+from gradlift.jax.cuts import Layerwise, adopt, layerwise
+from gradlift.jax.marks import cut
+from gradlift.jax.scaler import Adaptive, AdaptiveState, adaptive
 from gradlift.jax.state import (
     LossScaleState,
     ValueAndGrad,
@@ -41,10 +44,13 @@ from gradlift.jax.state import (
 from gradlift.jax.transform import LossScaledState, loss_scaled, scale_state
 
 __all__ = [
+    "Adaptive",
+    "AdaptiveState",
     "Layerwise",
     "LossScaleState",
     "LossScaledState",
     "ValueAndGrad",
+    "adaptive",
     "adopt",
     "all_finite",
     "check_floor",

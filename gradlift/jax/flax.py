@@ -21,7 +21,8 @@ except ImportError as error:
         "gradlift.jax.flax needs flax, which is not installed: pip install 'gradlift[jax]'"
     ) from error
 
-from gradlift.jax.state import AxisName, LossScaleState, value_and_grad
+from gradlift.jax.axes import AxisName
+from gradlift.jax.state import LossScaleState, value_and_grad
 from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic
 
 DynamicScaleResult = theirs.DynamicScaleResult

@@ -34,8 +34,9 @@ class DynamicLossScale(theirs.DynamicLossScale):
     def __post_init__(self) -> None:
         for name, dtype in (("loss_scale", jnp.float32), ("counter", jnp.int32)):
             value = getattr(self, name)
-            # JAX's placeholders pass through here too, and have no dtype.
-            if hasattr(value, "dtype") and jnp.ndim(value) == 0:
+            # Only numbers: JAX's and Orbax's placeholders pass through here too, with a dtype or
+            # without one.
+            if isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
                 object.__setattr__(self, name, jnp.asarray(value, dtype))
 
     def tree_flatten(self) -> tuple[Any, Any]:
@@ -53,15 +54,21 @@ class DynamicLossScale(theirs.DynamicLossScale):
             init_scale=LARGEST_SCALE,  # not used: the scale is here already
             growth_factor=float(self.factor),
             backoff_factor=1 / float(self.factor),
-            growth_interval=self.period,
+            growth_interval=_whole(self.period),
             min_scale=max(float(self.min_loss_scale), SMALLEST_SCALE),
             max_scale=LARGEST_SCALE,
         )
         before = ScaleState(self.loss_scale, self.counter, jnp.asarray(1, jnp.int32))
-        after = rule.update(policy, before, ~grads_finite, where=jnp.where)
+        overflow = jnp.logical_not(jnp.asarray(grads_finite, bool))
+        after = rule.update(policy, before, overflow, where=jnp.where)
         return type(self)(
             after.scale, after.growth_tracker, self.period, self.factor, self.min_loss_scale
         )
+
+
+def _whole(period: Any) -> Any:
+    """A period of 2000.0 as jmp takes it; the policy refuses what is no number of steps."""
+    return int(period) if isinstance(period, float) and period.is_integer() else period
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradlift.jax.cuts import cut
+from gradlift.jax.marks import cut
 
 try:
     from flax import linen, nnx

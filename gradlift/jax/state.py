@@ -9,21 +9,20 @@ would keep XLA from fusing across it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gradlift import policy as rule
 from gradlift.floor import react
+from gradlift.jax import axes
+from gradlift.jax.axes import AxisName
 from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, Policy, ScaleState, Static
 
 Tree = TypeVar("Tree")
-AxisName = Hashable | tuple[Hashable, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +89,22 @@ def init(policy: Policy | None = None) -> LossScaleState:
         >>> float(update(state, jnp.array(False)).scale)
         4.0
     """
-    policy = Dynamic() if policy is None else policy
+    policy = checked(policy)
     return _state(policy, policy.init())
+
+
+def checked(policy: Any) -> Policy:
+    """A policy, ``Dynamic()`` for None; anything else is refused."""
+    if policy is None:
+        return Dynamic()
+    if isinstance(policy, (Static, Dynamic)):
+        return policy
+    number = isinstance(policy, (int, float)) and not isinstance(policy, bool)
+    advice = f"Dynamic(init_scale={policy!r})" if number else "Dynamic() or Static(2.0**16)"
+    raise ValueError(
+        f"the policy of a loss scale is a gradlift.Dynamic or a gradlift.Static, got {policy!r}: "
+        f"pass {advice}"
+    )
 
 
 def _state(policy: Policy, start: ScaleState) -> LossScaleState:
@@ -112,7 +125,13 @@ def scale(state: LossScaleState, loss: Tree) -> Tree:
         state: the current state.
         loss: an array, or a tree of them.
     """
-    return jax.tree.map(lambda x: _at_least_float32(x) * state.scale, loss)
+    check_state(state, "scale(state, loss)")
+
+    def scaled(x: Any) -> jax.Array:
+        x = at_least_float32(x)
+        return x * state.scale.astype(x.dtype)
+
+    return jax.tree.map(scaled, loss)
 
 
 def unscale(state: LossScaleState, grads: Tree) -> Tree:
@@ -122,9 +141,17 @@ def unscale(state: LossScaleState, grads: Tree) -> Tree:
         state: the state that the loss was scaled with.
         grads: a tree of arrays.
     """
-    # Divided, not multiplied by an inverse: the inverse of 2**127 is subnormal, and XLA
-    # flushes those to 0.
-    return jax.tree.map(lambda g: _at_least_float32(g) / state.scale if _inexact(g) else g, grads)
+    check_state(state, "unscale(state, grads)")
+
+    def true(g: Any) -> Any:
+        if not inexact(g):
+            return g
+        g = at_least_float32(g)
+        # Divided, not multiplied by an inverse: the inverse of 2**127 is subnormal, and XLA
+        # flushes those to 0.
+        return g / state.scale.astype(g.dtype)
+
+    return jax.tree.map(true, grads)
 
 
 def all_finite(tree: Any, axis_name: AxisName = None) -> jax.Array:
@@ -134,11 +161,9 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> jax.Array:
         tree: a tree of arrays; no leaves at all count as finite.
         axis_name: of ``pmap``, ``vmap`` or ``shard_map``: agree over that axis.
     """
-    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if _inexact(x)]
+    flags = [jnp.isfinite(at_least_float32(x)).all() for x in jax.tree.leaves(tree) if inexact(x)]
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
-    if axis_name is None:
-        return finite
-    return lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+    return axes.agree(finite, axes.names(axis_name))
 
 
 def update(
@@ -152,6 +177,7 @@ def update(
         loss_finite: whether the unscaled loss was finite: bool, 0-d. A step skipped because of
             its loss leaves the scale where it is, since no scale can mend a forward pass.
     """
+    check_state(state, "update(state, finite)")
     finite = jnp.asarray(finite, bool)
     before = ScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker)
     after = rule.update(state.policy, before, ~finite, where=jnp.where, loss_finite=loss_finite)
@@ -160,8 +186,17 @@ def update(
 
 
 def select(finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    """``new`` where the step may be taken, ``old`` where it is skipped, leaf by leaf."""
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    """``new`` where the step may be taken, ``old`` where it is skipped, leaf by leaf.
+
+    Every leaf keeps the dtype that it has in ``old``: true gradients are float32, and
+    half-precision parameters would otherwise become it.
+    """
+
+    def leaf(n: Any, o: Any) -> jax.Array:
+        n = jnp.asarray(n)
+        return jnp.where(finite, n if n.dtype == o.dtype else n.astype(o.dtype), o)
+
+    return jax.tree.map(leaf, new, jax.tree.map(jnp.asarray, old))
 
 
 def value_and_grad(
@@ -184,26 +219,57 @@ def value_and_grad(
     """
 
     def grad_fn(state: LossScaleState, *args: Any, **kwargs: Any) -> ValueAndGrad:
+        check_state(state, "grad_fn(state, *args)", args)
+
         def scaled(*args: Any) -> tuple[jax.Array, Any]:
             value = fun(*args, **kwargs)
-            return scale(state, value[0] if has_aux else value), value
+            return scale(state, loss_of(value, has_aux)), value
 
         differentiated = jax.grad(scaled, argnums, has_aux=True)
-        grads, value = differentiated(*_varying(args, axis_name))
-        return _finish(state, value, grads, has_aux, axis_name)
+        grads, value = differentiated(*differing(args, argnums, axis_name))
+        return finish(state, value, grads, has_aux, axis_name)
 
     return grad_fn
 
 
-def _finish(
+def loss_of(value: Any, has_aux: bool) -> Any:
+    """The loss in what a loss function returned."""
+    if isinstance(value, ValueAndGrad):
+        raise ValueError(
+            "the loss function returned what value_and_grad gives: it is wrapped twice; pass the "
+            "function that returns the loss"
+        )
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if has_aux and not pair:
+        raise ValueError(
+            "with has_aux=True the loss function returns a pair (loss, aux), got "
+            f"{type(value).__name__}: return such a pair, or leave has_aux out"
+        )
+    loss = value[0] if has_aux else value
+    if jax.tree.structure(loss) != jax.tree.structure(0) or jnp.shape(loss):
+        found = f"an array of shape {jnp.shape(loss)}" if hasattr(loss, "shape") else repr(loss)
+        aux = "" if has_aux or not pair else "; for a pair (loss, aux) pass has_aux=True"
+        raise ValueError(f"the loss function must return a scalar loss, got {found}{aux}")
+    return loss
+
+
+def differing(args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: AxisName) -> Any:
+    """``args`` with those to differentiate marked as different on every device of the axis."""
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    positions = {range(len(args))[n] for n in wanted} if axis_name is not None else ()
+    names = axes.names(axis_name)
+    return tuple(axes.vary(a, names) if i in positions else a for i, a in enumerate(args))
+
+
+def finish(
     state: LossScaleState, value: Any, grads: Any, has_aux: bool, axis_name: AxisName
 ) -> ValueAndGrad:
-    """Unscale, check, agree, update."""
-    grads = unscale(state, grads)
-    if axis_name is not None:
-        grads = lax.pmean(grads, axis_name)
-    finite = all_finite(grads, axis_name)
-    loss_finite = all_finite(value[0] if has_aux else value, axis_name)
+    """Unscale, combine, check, agree, update."""
+    loss = value[0] if has_aux else value
+    grads = axes.combine(unscale(state, grads), loss, axis_name)
+    flags = all_finite(grads), all_finite(loss)
+    over = axes.deciding(flags[0] & flags[1], state.scale, axis_name)
+    finite, loss_finite = (axes.agree(flag, over) for flag in flags)
     return ValueAndGrad(update(state, finite, loss_finite), finite, value, grads)
 
 
@@ -218,7 +284,15 @@ def check_floor(state: LossScaleState) -> None:
     Raises:
         FloatingPointError: with ``on_floor="raise"``.
     """
+    state = plain(state)
     react(state.policy, float(state.scale), bool(state.finite), state)
+
+
+def plain(state: LossScaleState) -> LossScaleState:
+    """A state whose fields are arrays; Flax's nnx puts each of them into a Variable."""
+    check_state(state, "check_floor(state)")
+    fields = {name: jax.tree.leaves(getattr(state, name)) for name in LEAVES}
+    return state.replace(**{name: found[0] for name, found in fields.items() if found})
 
 
 def from_flax(dynamic_scale: Any) -> LossScaleState:
@@ -259,28 +333,31 @@ def from_jmp(loss_scale: Any) -> LossScaleState:
     return _state(policy, ScaleState(now, int(loss_scale.counter), policy.hysteresis))
 
 
-def _inexact(x: Any) -> bool:
-    # Not the gradients of integers, whose dtype float0 is no number.
+def inexact(x: Any) -> bool:
+    """Whether an array holds floating-point numbers; the gradients of integers hold none."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _at_least_float32(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+def at_least_float32(x: Any) -> jax.Array:
+    """``x`` in float32, or in its own dtype where that is as wide."""
+    # By size: for an 8-bit dtype, and for any in strict mode, JAX refuses to promote.
+    dtype = jnp.result_type(x)
+    wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+    return jnp.asarray(x, dtype if wide else jnp.float32)
 
 
-def _varying(args: Any, axis_name: AxisName) -> Any:
-    """``args`` marked as different on every device of the axis.
+def check_state(state: Any, call: str, others: Sequence[Any] = ()) -> None:
+    """Refuses what is no state.
 
-    Inside ``shard_map`` the gradient of a replicated array is summed over the axis by JAX
-    itself, and the average taken afterwards would be of sums.
+    Args:
+        state: what was passed as one.
+        call: how it should have been called.
+        others: what else was passed, in case the order was another.
     """
-    if axis_name is None:
-        return args
-
-    def cast(x: Any) -> Any:
-        for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
-            with contextlib.suppress(ValueError):  # it varies already
-                x = lax.pcast(x, name, to="varying")
-        return x
-
-    return jax.tree.map(cast, args)
+    if isinstance(state, LossScaleState):
+        return
+    swapped = any(isinstance(other, LossScaleState) for other in others)
+    advice = "the state comes first" if swapped else "make one with gradlift.jax.init()"
+    raise ValueError(
+        f"{call} takes a gradlift.jax.LossScaleState, got {type(state).__name__}: {advice}"
+    )

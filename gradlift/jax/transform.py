@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradlift.jax import axes
+from gradlift.jax.axes import AxisName
 from gradlift.jax.state import (
-    AxisName,
     LossScaleState,
-    _at_least_float32,
-    _inexact,
     all_finite,
+    at_least_float32,
+    checked,
+    inexact,
     init,
+    plain,
     select,
     unscale,
     update,
@@ -63,17 +66,24 @@ def loss_scaled(
         it tell a forward pass that overflowed from a scale that is too high.
     """
     optax = _optax()
+    policy = checked(policy)
     wrapped = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> LossScaledState:
-        return LossScaledState(init(policy), wrapped.init(_float32(params)))
+        inner_state = wrapped.init(_float32(params))
+        if _scales(inner_state):
+            raise ValueError(
+                "loss_scaled is around an optimizer that has a loss scale already: wrap it once"
+            )
+        return LossScaledState(init(policy), inner_state)
 
     def update_fn(
         updates: Any, state: LossScaledState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaledState]:
         grads = unscale(state.loss_scale, updates)
-        finite = all_finite(grads, axis_name)
-        loss_finite = all_finite(extra_args.get("value"), axis_name)
+        flags = all_finite(grads), all_finite(extra_args.get("value"))
+        over = axes.deciding(flags[0] & flags[1], state.loss_scale.scale, axis_name)
+        finite, loss_finite = (axes.agree(flag, over) for flag in flags)
         grads = select(finite, grads, jax.tree.map(jnp.zeros_like, grads))
         out, inner_state = wrapped.update(grads, state.inner, _float32(params), **extra_args)
         return (
@@ -93,18 +103,34 @@ def scale_state(opt_state: Any) -> LossScaleState:
     Args:
         opt_state: the state of an optimizer that holds one ``loss_scaled``.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LossScaleState))
-    found = [node for node in nodes if isinstance(node, LossScaleState)]
+    found = _scales(opt_state)
+    if any(_scales(node) for node in _held_back(opt_state)):
+        raise ValueError(
+            "optax.apply_if_finite is around gradlift.jax.loss_scaled and keeps every overflow "
+            "from it, so that the scale never backs off: leave it out, or put it inside"
+        )
     if len(found) != 1:
         raise ValueError(
             f"expected one loss scale in the optimizer state, found {len(found)}: wrap the "
             "optimizer once with gradlift.jax.loss_scaled"
         )
-    return found[0]
+    return plain(found[0])
+
+
+def _scales(tree: Any) -> list[LossScaleState]:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaleState))
+    return [node for node in nodes if isinstance(node, LossScaleState)]
+
+
+def _held_back(opt_state: Any) -> list[Any]:
+    """The states of optax's ``apply_if_finite``, wherever they are."""
+    kind = _optax().ApplyIfFiniteState
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    return [node for node in nodes if isinstance(node, kind)]
 
 
 def _float32(params: Any) -> Any:
-    return jax.tree.map(lambda p: _at_least_float32(p) if _inexact(p) else p, params)
+    return jax.tree.map(lambda p: at_least_float32(p) if inexact(p) else p, params)
 
 
 def _optax() -> Any:

@@ -5,12 +5,17 @@ The upper end is about overflow and the lower one about what is flushed to zero:
     high = format's largest exponent  - headroom - exponent of the largest gradient
     low  = format's smallest exponent - exponent of the smallest gradient that must be kept
 
-Both need gradients that were in sight. Zeros may be small values that were flushed, so they are
-never taken for good news: a tensor of nothing but zeros, much mass in the lowest octave in sight,
-or many more zeros than before each ask for a higher exponent and another look. A climb goes a
-third of the format's width at most, which leaves two thirds for parameter gradients that sum
-over batch and space, and never above ``high`` where the largest gradient is known. A tensor that
-shows nothing at the highest exponent there is counts as dead, and is let go until it stirs.
+What must be kept is all but ``tolerance`` of the magnitude of each tensor, judged one by one: that
+is what the parameters fed by it would lose. Counting elements instead asked for several times the
+cuts at the same errors, and over all tensors together a small one hid behind a large one.
+
+Both ends need gradients that were in sight. Where a tensor has zeros and more than the tolerance
+just above them, some of its magnitude may have been flushed: it asks for a higher exponent and
+another look, a third of the format's width higher at most, which leaves two thirds for parameter
+gradients that sum over batch and space. Such a wish is not a bound: nobody measured it, and it is
+not remembered. A tensor of nothing but zeros wishes for nothing, since it may be all that there is
+(a loss term that begins later, a head that starts at zero): its component goes where its
+neighbours go, and is looked at again if that is higher than before.
 
 An overflow that the largest gradient in sight does not explain happened inside the component,
 or in a batch unlike the others. The bits it was off by are remembered as ``excess``, kept free
@@ -28,17 +33,19 @@ from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
 
 ANY = Interval(MIN_EXPONENT, MAX_EXPONENT)
 
-# More zeros than in the last probe, as a fraction of all elements, before it means anything:
-# the sparsity of a ReLU changes by a few percent from batch to batch.
-ZEROS_GREW = 0.125
+# A tensor that stays below 2**USELESS asks for nothing. A parameter sums up some thousand of its
+# elements, and with a gradient of less than about 2^-50 no optimizer can do anything.
+USELESS = -64
 
-# Zeros to an element in the lowest two octaves in sight that still look flushed.
-FEW_ZEROS = 8
+# What the lowest octave in sight holds of a bell curve, to what lies below it. An exponent that was
+# measured to be high enough must not ask for another look when it is taken.
+LOWEST = 4
+
+# Bits by which what shows only zeros must have risen to be worth another look.
+HIGHER = 3
 
 ONLY_ZEROS = "shows only zeros"
 LOWEST_OCTAVE = "has much of its gradient in the lowest octave in sight"
-MORE_ZEROS = "shows many more zeros than before"
-FLUSHED_ZEROS = "shows zeros that may have been flushed"
 NOT_FINITE = "was not finite"
 
 
@@ -51,14 +58,24 @@ class Bounds:
     """What calls for another look, in words; empty when all was in sight."""
     shown: int = MIN_EXPONENT
     """The exponent at which the format itself would show no more than the record did."""
-    dead: int = 0
-    """Tensors of nothing but zeros that are let go."""
+    look: int = MIN_EXPONENT
+    """The exponent from which on another look should show all; never above the interval."""
     reserved: int = 0
     """Bits by which the upper end is lower than what was in sight asks for."""
 
+    @property
+    def usable(self) -> Interval:
+        """The exponents to choose from: in the interval, and where there is more to be seen."""
+        interval = self.interval.usable
+        return replace(interval, low=max(interval.low, min(self.look, interval.high)))
+
     def helps(self, exponent: int) -> bool:
         """Whether another look, at this exponent, can show what was out of sight."""
-        return bool(self.unseen) and (self.unseen == NOT_FINITE or exponent > self.shown)
+        if self.unseen == NOT_FINITE:
+            return True
+        # A bit or two higher, zeros are zeros still.
+        least = self.shown + (HIGHER if self.unseen == ONLY_ZEROS else 1)
+        return bool(self.unseen) and exponent >= least
 
     def raised(self, to: int) -> Bounds:
         """With an upper end of at least this, out of what is reserved as far as that goes."""
@@ -67,78 +84,63 @@ class Bounds:
         return replace(self, interval=Interval(self.interval.low, high), reserved=reserved)
 
 
-def judge(
+def find_bounds(
     histogram: Histogram,
     format: Format,
     *,
     tolerance: float,
     headroom: int,
     growth: int = 0,
-    dead: int = 0,
-    zeros: float | None = None,
 ) -> Bounds:
     """The bounds of one component.
 
     Args:
         histogram: what the probe saw of it.
         format: the format its gradients are stored in.
-        tolerance: fraction of the non-zero elements that may be flushed.
+        tolerance: fraction of the magnitude of each of its tensors that may be flushed.
         headroom: bits to keep free above the largest gradient.
         growth: further bits to keep free, as far as ``low`` allows: for gradients that grow, and
             for what is larger than anything in sight.
-        dead: tensors that were let go in the last plan.
-        zeros: fraction of zeros in the last plan's probe.
     """
     low, high = _in_sight(histogram, format, tolerance, headroom)
     free = high
     high = max(high - growth, min(low, high))
-    reserved = free - high
+    interval, reserved = _clamped(low, high), free - high
     shown = format.min_subnormal - histogram.floor
-    climb, unseen = _out_of_sight(histogram, format, tolerance, dead, zeros)
-    at_the_top = shown >= high or shown + climb > MAX_EXPONENT
-    let_go = histogram.dark if at_the_top or histogram.dark <= dead else 0
     if histogram.nonfinite:
-        unseen = NOT_FINITE
-    elif not climb or at_the_top:
-        unseen = ""
-    else:
-        high = shown + third(format) if histogram.peak is None else high
-        low = max(low, min(shown + climb, high))
-    return Bounds(_clamped(low, high), unseen, shown, let_go, reserved)
+        return Bounds(interval, NOT_FINITE, shown, reserved=reserved)
+    climb = max(_climb(tensor, tolerance, largest_climb(format)) for tensor in histogram.each)
+    if climb and shown < high and shown + climb <= MAX_EXPONENT:
+        return Bounds(interval, LOWEST_OCTAVE, shown, shown + climb, reserved)
+    return Bounds(interval, ONLY_ZEROS if histogram.dark else "", shown, reserved=reserved)
 
 
 def _in_sight(
     histogram: Histogram, format: Format, tolerance: float, headroom: int
 ) -> tuple[int, int]:
-    peak, kept = histogram.peak, histogram.lowest_kept(tolerance)
+    peak = histogram.peak
     high = MAX_EXPONENT if peak is None else format.max_exponent - headroom - peak
-    low = MIN_EXPONENT if kept is None else format.min_subnormal - kept
-    return low, high
+    needed = [tensor.lowest_needed(tolerance) for tensor in histogram.each if _is_useful(tensor)]
+    lows = [format.min_subnormal - at for at in needed if at is not None]
+    return max(lows, default=MIN_EXPONENT), high
 
 
-def _out_of_sight(
-    histogram: Histogram, format: Format, tolerance: float, dead: int, zeros: float | None
-) -> tuple[int, str]:
-    """Bits to climb for a look at what may have been flushed, and why; 0 for none."""
-    step = max(third(format) // 2, 1)
-    if histogram.dark > dead:
-        return step, ONLY_ZEROS
-    # Without a single zero nothing can have been flushed.
-    tail = histogram.below(histogram.floor + 1) if histogram.zeros else 0
-    allowed = max(tolerance * histogram.nonzero, 0.5)
-    if tail > allowed:
-        # Below its bulk a gradient's density halves with each octave, as a Gaussian's does.
-        return min(math.ceil(math.log2(tail / allowed)), third(format)), LOWEST_OCTAVE
-    near = histogram.below(histogram.floor + 2) if histogram.zeros else 0
-    if near and allowed < histogram.zeros <= FEW_ZEROS * near:
-        # As many zeros as chance may make of such a tail; those of a ReLU are far more.
-        return math.ceil(math.log2(histogram.zeros / allowed)), FLUSHED_ZEROS
-    if zeros is not None and histogram.zero_fraction > zeros + ZEROS_GREW:
-        return step, MORE_ZEROS
-    return 0, ""
+def _is_useful(tensor: Histogram) -> bool:
+    return tensor.peak is not None and tensor.peak >= USELESS
 
 
-def third(format: Format) -> int:
+def _climb(tensor: Histogram, tolerance: float, largest: int) -> int:
+    """Bits to climb until what may have been flushed of a tensor is in sight; 0 for none."""
+    if not tensor.zeros or not _is_useful(tensor):
+        # Without a single zero nothing can have been flushed.
+        return 0
+    near = tensor.magnitude_below(tensor.floor + 1)
+    allowed = max(LOWEST * tolerance * tensor.magnitude, math.ldexp(0.5, tensor.floor))
+    # Below its bulk a gradient's magnitude halves with each octave at least.
+    return min(math.ceil(math.log2(near / allowed)), largest) if near > allowed else 0
+
+
+def largest_climb(format: Format) -> int:
     """A third of the octaves that the format can show."""
     return (format.max_exponent - format.min_subnormal) // 3
 

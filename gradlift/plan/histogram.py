@@ -13,7 +13,8 @@ again, so that its exponents are those of the true gradient and histograms from 
 exponents can be compared and merged; what stays behind of the record is its window. Below
 ``floor`` a value became a zero, above ``ceiling`` an inf: zeros and infs are values out of
 sight, not small and large ones. A tensor that shows nothing but zeros is counted as ``dark``,
-because in a sum with others nobody would see it any more.
+because in a sum with others nobody would see it any more. For the same reason a merged histogram
+keeps those of its tensors: what is small in a sum may be all that one of them has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gradlift.formats import Format, get
 
@@ -47,6 +49,8 @@ class Histogram:
     """Tensors all of whose elements were zero."""
     parameters: int | None = None
     """floor(log2) of the largest true parameter gradient that the component computes."""
+    tensors: tuple[Histogram, ...] = ()
+    """Those that it was merged from, in an order of their own; none for that of one tensor."""
 
     @classmethod
     def from_bins(cls, bins: Sequence[int], exponent: int, format: str | Format) -> Histogram:
@@ -99,6 +103,7 @@ class Histogram:
             ceiling=min(part.ceiling for part in parts),
             dark=sum(part.dark for part in parts),
             parameters=max(known, default=None),
+            tensors=tuple(sorted((t for part in parts for t in part.each), key=_order)),
         )
 
     def with_parameters(self, amax: float, exponent: int = 0) -> Histogram:
@@ -116,6 +121,13 @@ class Histogram:
         found = math.frexp(amax)[1] - 1 - exponent
         known = found if self.parameters is None else max(found, self.parameters)
         return replace(self, parameters=known)
+
+    def as_ceiling(self) -> Histogram:
+        """What bounds an exponent from above, and asks for nothing from below."""
+        known = self.parameters if not self.counts else self.counts[-1][0]
+        if known is not None and self.parameters is not None:
+            known = max(known, self.parameters)
+        return replace(self, counts=(), zeros=0, dark=0, tensors=(), parameters=known)
 
     @property
     def nonzero(self) -> int:
@@ -139,9 +151,23 @@ class Histogram:
         seen += [self.ceiling + 1] if self.nonfinite else []
         return max(seen, default=None)
 
+    @property
+    def each(self) -> tuple[Histogram, ...]:
+        """The histograms of its tensors; itself, without parameters, if it is of one."""
+        return self.tensors or (replace(self, parameters=None),)
+
+    @property
+    def magnitude(self) -> float:
+        """The sum of the finite magnitudes, each as a power of two; 0 where it underflows."""
+        return sum(_times(count, at) for at, count in self.counts)
+
     def below(self, exponent: int) -> int:
         """Non-zero elements that are smaller than 2**exponent."""
         return sum(count for at, count in self.counts if at < exponent)
+
+    def magnitude_below(self, exponent: int) -> float:
+        """What the elements smaller than 2**exponent add to ``magnitude``."""
+        return sum(_times(count, at) for at, count in self.counts if at < exponent)
 
     def lowest_kept(self, tolerance: float) -> int | None:
         """The exponent from which on elements must be kept, if ``tolerance`` of them may go.
@@ -154,3 +180,24 @@ class Histogram:
             if gone > allowed:
                 return at
         return self.counts[-1][0] if self.counts else None
+
+    def lowest_needed(self, tolerance: float) -> int | None:
+        """Likewise, if ``tolerance`` of the magnitude of one tensor may go.
+
+        That is what the gradient of a parameter that is summed from them would lose.
+        """
+        allowed, gone = tolerance * self.magnitude, 0.0
+        for at, count in self.counts:
+            gone += _times(count, at)
+            if gone > allowed:
+                return at
+        return self.counts[-1][0] if self.counts else None
+
+
+def _times(count: int, exponent: int) -> float:
+    return math.ldexp(float(count), exponent)
+
+
+def _order(histogram: Histogram) -> tuple[Any, ...]:
+    h = histogram
+    return h.counts, h.zeros, h.nonfinite, h.floor, h.ceiling

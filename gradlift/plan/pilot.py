@@ -6,9 +6,13 @@ pseudo-code; ``Pilot.saw`` has the same shape::
 
     a survey:    plan anew; the global exponent is the plan's; probe again while something was
                  out of sight, otherwise at the next turn
-    an overflow: the device has lowered the scale already; lower the exponent of the component
-                 nearest to the loss whose parameters show it, and probe as soon as possible; the
-                 global exponent does not rise, even if the plan without that component could
+    nothing but zeros in it:  raise the scale to torch's first one, and no higher
+    no module's output in it: torch's own rule, since there is nothing else to go by
+    an overflow: lower the exponent of the component nearest to the loss whose parameters show
+                 it, and probe as soon as possible; the global exponent returns to where it was
+                 before the device lowered it, if that component is not the loss's own
+    a second one, like the first only in components above the global exponent:
+                 one exponent for all, until a probe is clean
     otherwise:   move the global exponent by the trend of the parameter gradients, before
                  anything overflows
 
@@ -18,17 +22,18 @@ a shift and never an absolute exponent: what nobody has seen yet is not undone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlift import schema
 from gradlift.formats import Format, get
 from gradlift.plan import saved
+from gradlift.plan.bounds import largest_climb
 from gradlift.plan.forecast import growth, predict
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.plan import Plan
-from gradlift.plan.planner import choose
+from gradlift.plan.planner import choose, overflowed_first
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Graph
 from gradlift.zhao2019 import Passage, Zhao2019, check_same, name_of, resolve
 
@@ -40,6 +45,12 @@ PATIENCE = saved.PATIENCE
 MOST_IN_A_ROW = 12
 # Probes whose largest gradients are remembered for the forecast.
 REMEMBERED = saved.REMEMBERED
+# Probes that may pass by a module before its exponent is forgotten.
+MOST_UNMET = 8
+# Overflows in components above the global exponent, within an interval, that cost them theirs.
+MOST_ABOVE = 2
+# Where torch's scaler begins, and the clean steps after which it doubles its scale.
+TORCH_EXPONENT, TORCH_INTERVAL = 16, 2000
 
 ADVICE = "the state is damaged: load another checkpoint, or none, and the plan is found anew"
 
@@ -56,6 +67,9 @@ class Record:
     overflow: bool
     bad_loss: bool = False
     """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
+    went_on: int | None = None
+    """The exponent that the device went on with, where it predicts by itself; None where the
+    pilot does."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +104,13 @@ class Pilot:
 
     Args:
         format: the format gradients are stored in.
-        tolerance: fraction of the non-zero elements that may be flushed.
+        tolerance: fraction of a gradient's magnitude that may be flushed.
         headroom: bits to keep free above the largest gradient.
         interval: steps between probes once everything was in sight.
         layerwise: whether components may have exponents of their own.
         rule: how exponents are chosen, see ``gradlift.zhao2019.resolve``.
+        backoff: bits by which the scale is lowered on the device in a step that overflows, before
+            the pilot has seen anything of it.
     """
 
     def __init__(
@@ -105,10 +121,12 @@ class Pilot:
         interval: int | None = None,
         layerwise: bool = True,
         rule: str | Zhao2019 = "range",
+        backoff: int = 4,
     ) -> None:
         self.format, self.rule = get(format), resolve(rule, tolerance)
         self.tolerance, self.headroom, self.layerwise = tolerance, headroom, layerwise
         self.interval = DEFAULT_INTERVAL if interval is None else interval
+        self.backoff = backoff
         self.plan: Plan | None = None
         self.next_probe = 0
         self._limit = self.format.max_exponent - headroom
@@ -117,15 +135,24 @@ class Pilot:
         self._in_a_row = 0
         self._peaks: dict[str, list[tuple[int, int | None]]] = {}
         self._offsets: dict[str, int] = {}
+        self._unmet: dict[str, int] = {}
+        """Probes in a row that did not meet a module."""
         self._graph: Graph | None = None
         self._owners: dict[str, int] = {}
+        self._above: list[int] = []
+        """Steps that overflowed above the global exponent alone."""
+        self._one_scale = not layerwise
+        self._clean: int | None = None
+        """Under torch's rule, the clean steps since the scale has changed."""
+        self._unplanned = (-self.interval, 1)
+        """When an unplanned graph last brought a probe forward, and how long the next must wait."""
 
     @property
     def offsets(self) -> dict[str, int]:
         """Offsets from the loss's exponent, by key; empty without a plan.
 
-        What an earlier plan said of modules that the last probe did not meet stays: a layer may
-        be dropped in one step and be back in the next.
+        What an earlier plan said of modules that the last probe did not meet stays for some
+        probes more: a layer may be dropped in one step and be back in the next.
         """
         return dict(self._offsets)
 
@@ -135,9 +162,35 @@ class Pilot:
         return self._owners
 
     @property
+    def limit(self) -> int | None:
+        """The most that exponent plus largest parameter gradient may come to; None for any.
+
+        For a device that predicts by itself, see ``forecast.predict``.
+        """
+        return self._limit if self.plan is None or self._at_stake else None
+
+    @property
     def searching(self) -> bool:
         """Whether nothing is known yet, or the last probe had something out of sight."""
         return not self._history or 0 < self._in_a_row < MOST_IN_A_ROW
+
+    @property
+    def blind(self) -> bool:
+        """Whether torch's own rule is followed, for want of anything in sight."""
+        return self._clean is not None
+
+    def met_unplanned(self, step: int) -> None:
+        """Takes note that a graph came along that the plan was not made for.
+
+        It brings the next probe forward to ``step``. But where routing depends on the data there
+        may be one in every step: those that follow each other within an interval wait twice as
+        long each time.
+        """
+        last, wait = self._unplanned
+        wait = 1 if step - last > self.interval else wait
+        if last + wait <= step < self.next_probe:
+            self.next_probe = step
+            self._unplanned = step, min(2 * wait, self.interval)
 
     def saw(
         self,
@@ -155,18 +208,29 @@ class Pilot:
             survey: what was seen, if that step was probed.
             overflowed: names of the parameters whose gradient was not finite, if there was an
                 overflow.
-            blind: whether no probe can ever be taken, so that parameters must tell all.
+            blind: whether the step was to be probed and there was nothing to look at, or no probe
+                can be taken at all.
         """
-        expected = record.exponent + self._shifted_since(record.step)
+        before = record.exponent + self._shifted_since(record.step)
+        backed_off = record.overflow and not record.bad_loss
+        # The scale that is in force now, as far as anybody knows.
+        expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
+        if record.went_on is not None:
+            expected = record.went_on + before - record.exponent
         self._history = [*self._history, None if record.overflow else record.amax][-PATIENCE:]
+        if survey is not None and not any(survey.histograms):
+            survey, blind = None, self.plan is None
+            self.next_probe = now + self._wait(now)
         if survey is not None and not record.bad_loss:
-            target = self._planned(record, now, survey)
-            if record.overflow:
-                target = min(target, expected)
-        elif record.overflow:
-            target = expected if record.bad_loss else self._backed_off(record, now, overflowed)
+            target = self._surveyed(record, now, survey, expected)
+        elif blind or self.blind:
+            target = self._followed_torch(record, before)
+        elif backed_off:
+            target = self._backed_off(record, now, overflowed, expected)
         else:
-            target = self._predicted(expected, blind)
+            target = self._predicted(record, now, expected)
+        if backed_off:
+            target = min(target, before)
         target = min(max(target, MIN_EXPONENT), MAX_EXPONENT)
         if target != expected:
             self._shifts.append((now, target - expected))
@@ -178,11 +242,32 @@ class Pilot:
         self._shifts = [(at, by) for at, by in self._shifts if at >= step]
         return sum(by for _, by in self._shifts)
 
+    def _surveyed(self, record: Record, now: int, survey: Survey, expected: int) -> int:
+        if all(h is None or h.peak is None for h in survey.histograms):
+            # Nothing but zeros: a look as high as torch's scaler begins, and no higher.
+            target = min(expected + largest_climb(self.format), max(expected, TORCH_EXPONENT))
+            self.next_probe = now + (1 if target > expected else self._wait(now))
+            return target
+        self._clean = None
+        if not record.overflow:
+            if self.layerwise:
+                self._one_scale, self._above = False, []
+            return self._planned(record, now, survey)
+        first = overflowed_first(survey.graph, survey.histograms)
+        if self.plan is None or self.plan.probe_again:
+            self._note_above(record, _modules(survey.graph, first))
+            target = self._planned(record, now, survey)
+            # How far it is nobody knows, and every step that overflows again is lost.
+            return target - self.backoff * (target < expected + self.backoff)
+        # After a clean probe one overflow may be one batch's alone, and how far it went says
+        # nothing about the next.
+        self._graph, self._owners = survey.graph, dict(survey.owners)
+        return self._lowered(record, now, first)
+
     def _planned(self, record: Record, now: int, survey: Survey) -> int:
-        graph = survey.graph
-        if not self.layerwise:
-            graph = replace(graph, components=tuple(replace(c, pinned=0) for c in graph.components))
+        graph = self._held(survey.graph)
         self._graph, self._owners = graph, dict(survey.owners)
+        self._forget_unmet(graph)
         forecast = self._forecast(record.step, graph, survey.histograms)
         plan = self._choose(record, graph, survey.histograms, forecast, survey.passages)
         target = plan.global_exponent
@@ -209,38 +294,83 @@ class Pilot:
             graph,
             histograms,
             format=self.format,
-            # A component's histogram holds what enters it and what leaves it: half for each, so
-            # that neither can lose more than the tolerance. The paper's rule has no histogram.
-            tolerance=self.tolerance if self.rule else self.tolerance / 2,
+            tolerance=self.tolerance,
             headroom=self.headroom,
             last=self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent),
             forecast=forecast,
             rule=self.rule,
             passages=passages,
         )
+        if self._above_too_often:
+            self.plan = replace(self.plan, reasons=(*self.plan.reasons, self._dropped))
         for component, offset in zip(self.plan.components, self.plan.offsets, strict=True):
             self._offsets.update(dict.fromkeys(component.modules, offset))
         return self.plan
 
-    def _backed_off(self, record: Record, now: int, overflowed: Sequence[str]) -> int:
+    def _forget_unmet(self, graph: Graph) -> None:
+        """Forgets the exponents of modules that have not been met for long."""
+        met = {key for component in graph.components for key in component.modules}
+        self._unmet = {key: self._unmet.get(key, 0) + 1 for key in self._offsets.keys() - met}
+        gone = {key for key, probes in self._unmet.items() if probes > MOST_UNMET}
+        self._offsets = {key: at for key, at in self._offsets.items() if key not in gone}
+
+    def _held(self, graph: Graph) -> Graph:
+        """The graph, at one exponent throughout if that is how it is to run."""
+        if not self._one_scale:
+            return graph
+        return replace(graph, components=tuple(replace(c, pinned=0) for c in graph.components))
+
+    # Overflows above the global exponent, which one scale would not have had.
+
+    @property
+    def _above_too_often(self) -> bool:
+        return len(self._above) >= MOST_ABOVE
+
+    @property
+    def _dropped(self) -> str:
+        steps = " and ".join(map(str, self._above[-MOST_ABOVE:]))
+        return (
+            f"parts above the loss scale, and they alone, overflowed in steps {steps}; one "
+            "exponent for all until a probe is clean"
+        )
+
+    def _note_above(self, record: Record, modules: Collection[str]) -> None:
+        """Counts an overflow against the plan if it was in modules above the loss scale alone."""
+        known = [self._offsets.get(module, 0) for module in modules]
+        if known and min(known) > 0:
+            recent = [step for step in self._above if record.step - step < self.interval]
+            self._above = [*recent, record.step]
+            self._one_scale = self._one_scale or self._above_too_often
+
+    def _backed_off(
+        self, record: Record, now: int, overflowed: Sequence[str], expected: int
+    ) -> int:
         """An overflow in a step without a probe: lower it where the first parameters show it."""
-        self.next_probe = min(self.next_probe, now + 1)
         if self.plan is None or self._graph is None:
-            return record.exponent + self._shifted_since(record.step)
+            self.next_probe = min(self.next_probe, now + 1)
+            return expected
         hit = {self._owners[name] for name in overflowed if name in self._owners}
         depth = _depths(self._graph)
         first = min((depth.get(i, 0) for i in hit), default=0)
         where = {i for i in hit if depth.get(i, 0) == first} or {self._graph.loss}
+        return self._lowered(record, now, where)
+
+    def _lowered(self, record: Record, now: int, where: Collection[int]) -> int:
+        """A plan in which components that overflowed are lower by as much as is usual."""
+        assert self._graph is not None
+        self.next_probe = min(self.next_probe, now + 1)
+        self._note_above(record, _modules(self._graph, where))
+        self._graph = self._held(self._graph)
         histograms = [
-            Histogram.overflowed(record.exponent + offset, component.format or self.format)
+            Histogram.overflowed(
+                record.exponent + self._offsets.get(_modules(self._graph, [i])[0], 0),
+                component.format or self.format,
+            )
             if i in where
             else None
-            for i, (component, offset) in enumerate(
-                zip(self._graph.components, self.plan.offsets, strict=True)
-            )
+            for i, component in enumerate(self._graph.components)
         ]
-        chosen = self._choose(record, self._graph, histograms).global_exponent
-        return min(chosen, record.exponent + self._shifted_since(record.step))
+        return self._choose(record, self._graph, histograms).global_exponent
 
     def _wait(self, now: int) -> int:
         """Early on gradients change fast: look at twice the step, then at every interval.
@@ -273,19 +403,28 @@ class Pilot:
         """Whether a gradient could overflow at all; in bfloat16 and float32 none will."""
         return self.plan is not None and self.plan.room + self.plan.global_exponent < MAX_EXPONENT
 
-    def _predicted(self, expected: int, blind: bool) -> int:
+    def _predicted(self, record: Record, now: int, expected: int) -> int:
         if self.plan is None:
-            return self._first_guess(expected) if blind else expected
-        if not self._at_stake:
+            if record.amax is not None:
+                # Nothing but zeros was in sight, and now there is something.
+                self.next_probe = min(self.next_probe, now + 1)
+            return expected
+        if not self._at_stake or record.went_on is not None:
             return expected
         target = predict(expected, self._history, limit=self._limit, patience=PATIENCE)
         # The paper's rule asks for no more than it needs, and does not move between probes.
         return min(target, expected) if self.rule else target
 
-    def _first_guess(self, expected: int) -> int:
-        if len(self._known) == 1:
-            return self._limit - self._known[0] - self.headroom
-        return predict(expected, self._history, limit=self._limit, patience=PATIENCE)
+    def _followed_torch(self, record: Record, before: int) -> int:
+        """Torch's rule, from torch's first scale on."""
+        if self._clean is None:
+            self._clean = 0
+            return TORCH_EXPONENT
+        if record.overflow:
+            self._clean = 0
+            return before - (not record.bad_loss)
+        self._clean = (self._clean + 1) % TORCH_INTERVAL
+        return before + (self._clean == 0)
 
     def to_dict(self) -> dict[str, Any]:
         """All that it remembers, in primitives."""
@@ -302,6 +441,11 @@ class Pilot:
             "owners": dict(self._owners),
             "offsets": dict(self._offsets),
             "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
+            "unmet": dict(self._unmet),
+            "above": list(self._above),
+            "one_scale": self._one_scale,
+            "clean": self._clean,
+            "unplanned": list(self._unplanned),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -321,6 +465,9 @@ class Pilot:
         self._history, self._shifts = list(read["history"]), list(read["shifts"])
         self._peaks, self._offsets = dict(read["peaks"]), dict(read["offsets"])
         self._graph, self._owners = read["graph"], dict(read["owners"])
+        self._unmet, self._above = dict(read["unmet"]), list(read["above"])
+        self._one_scale, self._clean = read["one_scale"], read["clean"]
+        self._unplanned = read["unplanned"]
 
     def check(self, data: Any) -> None:
         """Refuses a state of another rule, or of another format: its exponents would not fit.
@@ -336,6 +483,11 @@ class Pilot:
                 f"the state was saved with format={theirs!r} and this scaler has format={own!r}: "
                 f"make the scaler with format={theirs!r}, or leave its state out"
             )
+
+
+def _modules(graph: Graph, components: Iterable[int]) -> list[str]:
+    """The first module of each; a name of nothing for one without."""
+    return [(graph.components[i].modules or ("",))[0] for i in components]
 
 
 def _depths(graph: Graph) -> dict[int, int]:

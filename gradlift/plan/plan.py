@@ -17,7 +17,7 @@ from gradlift.plan.bounds import ANY
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph, Interval
 from gradlift.schema import Mismatch
 
-VERSION = 2
+VERSION = 3
 
 # Formats whose range is float32's: whatever the exponents are, nothing is gained.
 _WIDE = ("bfloat16", "float32")
@@ -47,11 +47,7 @@ class Planned:
     interval: Interval
     """What the component allows; empty where it must lose something, and low tells how far."""
     lost: float = 0.0
-    """Fraction of the non-zero elements seen that are flushed at this exponent."""
-    zeros: float | None = None
-    """Fraction of zeros in the record; None where there was none."""
-    dead: int = 0
-    """Tensors that stayed all zero at every exponent that could be tried."""
+    """The largest fraction of a tensor's magnitude that is flushed at this exponent."""
     excess: float = 0.0
     """Bits by which overflows went beyond the largest gradient in sight."""
     reserved: int = 0
@@ -236,8 +232,6 @@ _PLANNED = schema.record(
         schema.whole(-1000, 1000), schema.whole(-1000, 1000), make=lambda ends: Interval(*ends)
     ),
     lost=FRACTION,
-    zeros=schema.optional(FRACTION),
-    dead=schema.whole(0),
     excess=schema.number(0.0, 1000.0),
     reserved=schema.whole(0, 1000),
 )
@@ -250,7 +244,7 @@ _ACTIVE = schema.record(
     why=schema.text,
 )
 PLAN = schema.versioned(
-    v2=schema.record(
+    v3=schema.record(
         make=_fits_together,
         format=schema.one_of(*FORMATS),
         loss=INDEX,

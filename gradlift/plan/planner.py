@@ -7,14 +7,14 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      low  = format's smallest exponent - smallest gradient that must be kept
                      out of sight below: raise towards high, ask for another probe
                      out of sight above: lower, ask for another probe
+                     nothing but zeros: any exponent, so that of the neighbours
     all of them:     where one exponent would serve with a bit less of headroom, it does
     exponents:       the last ones, while they lie in their intervals and little would be gained;
                      otherwise those with the fewest active cuts, see ``potential``
                      (rule "zhao2019": those that the paper's formula gives, see ``carried``)
 
-What it gave up: a component's histogram does not tell its tensors apart, so a small tensor can
-hide its losses behind a large one; and only the largest parameter gradient is known, so a
-parameter whose own gradient is flushed goes unseen while the activations around it are not.
+What it gave up: only the largest parameter gradient is known, so a parameter whose own gradient
+is flushed goes unseen while the activations around it are not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlift.formats import Format, get
-from gradlift.plan.bounds import ANY, NOT_FINITE, Bounds, judge, third
+from gradlift.plan.bounds import ANY, NOT_FINITE, Bounds, find_bounds, largest_climb
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.paper_planner import Carried, carry, lower
 from gradlift.plan.plan import ActiveCut, Plan, Planned, active_cuts
@@ -68,7 +68,7 @@ def choose(
         histograms: what the probe saw of each component, in the graph's order; None where
             nothing was recorded, which leaves the last plan's interval in force.
         format: the format gradients are stored in, where the component does not say otherwise.
-        tolerance: fraction of the non-zero elements of a component that may be flushed.
+        tolerance: fraction of the magnitude of each tensor that may be flushed.
         headroom: bits to keep free above the largest gradient seen.
         last: the plan in force; its components are recognised by their modules.
         forecast: bits by which each component's largest gradient is expected to grow until the
@@ -88,8 +88,11 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
+    if last is not None:
+        found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
     if rule is None:
-        found, exponents, cuts = _by_range(graph, found, before, headroom)
+        settled = last is not None and not last.probe_again
+        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
     else:
         carried = _carried(graph, found, before, rule, passages, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, carried)
@@ -139,6 +142,12 @@ def _before(graph: Graph, last: Plan | None) -> list[Planned | None]:
     return [by_name.get(c.modules) for c in graph.components]
 
 
+def overflowed_first(graph: Graph, histograms: Sequence[Histogram | None]) -> list[int]:
+    """Components with inf and NaN that did not come in through a cut."""
+    spread = _spread(graph, histograms)
+    return [i for i, h in enumerate(histograms) if h and h.nonfinite and i not in spread]
+
+
 def _spread(graph: Graph, histograms: Sequence[Histogram | None]) -> set[int]:
     """Components whose inf and NaN came in through a cut, from nearer to the loss."""
     bad = {i for i, histogram in enumerate(histograms) if histogram and histogram.nonfinite}
@@ -162,44 +171,73 @@ def _bounds(
     if histogram is None or (spread and before):
         if before is None:
             return Bounds(ANY)
-        return Bounds(before.interval, dead=before.dead, reserved=before.reserved)
-    return judge(
+        return Bounds(before.interval, reserved=before.reserved)
+    return find_bounds(
         replace(histogram, nonfinite=0) if spread else histogram,
         format,
         tolerance=tolerance,
         headroom=headroom,
         growth=growth + (math.ceil(before.excess) if before and not histogram.nonfinite else 0),
-        dead=before.dead if before else 0,
-        zeros=before.zeros if before else None,
     )
 
 
-def _spared(graph: Graph, found: list[Bounds], bits: int) -> list[Bounds]:
-    """With upper ends raised by as few as ``bits`` where that leaves no cut to be active."""
-    usable = [bounds.interval.usable for bounds in found]
+def _let_down(bounds: Bounds, before: Planned | None, last: Plan) -> Bounds:
+    """An overflow raises no upper end; one that was never measured comes down to the loss's.
+
+    What had shown nothing but zeros was where its neighbours are, and nobody knows how large it
+    has become.
+    """
+    if before is None or bounds.unseen != NOT_FINITE:
+        return bounds
+    cap, loss = before.interval.high, last.global_exponent
+    if before.exponent > loss and cap == MAX_EXPONENT > bounds.interval.high:
+        cap = loss
+    return replace(bounds, interval=replace(bounds.interval, high=min(bounds.interval.high, cap)))
+
+
+def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
+    """With upper ends raised where headroom is worth less than what it costs: see ``SPARED``.
+
+    Args:
+        graph: components and cuts.
+        found: the bounds of each.
+        most: bits of headroom that can be had.
+    """
+    usable = [bounds.usable for bounds in found]
     needed = max(interval.low for interval in usable)
     lowest = min(interval.high for interval in usable)
-    # Where everything is held at one exponent there is no cut to spare.
-    movable = set(graph.pinned.values()) == {0} and len(graph.pinned) < len(found)
+    held = set(graph.pinned.values()) == {0}
     burnt = any(b.unseen == NOT_FINITE and b.interval.high < needed for b in found)
-    if not movable or burnt or not 0 < needed - lowest <= bits:
+    if not held or burnt or needed <= lowest:
+        return found
+    if len(graph.pinned) == len(found):
+        # There is no other exponent for what is too small for this one.
+        return [bounds.raised(min(needed, lowest + most)) for bounds in found]
+    if needed - lowest > min(SPARED, most):
         return found
     return [bounds.raised(needed) for bounds in found]
 
 
 def _settle(
-    graph: Graph, usable: Sequence[Interval], before: Sequence[Planned | None], headroom: int
+    graph: Graph,
+    usable: Sequence[Interval],
+    before: Sequence[Planned | None],
+    headroom: int,
+    settled: bool,
 ) -> list[int]:
-    """The last exponents where they will do, otherwise new ones near them."""
+    """The last exponents where they will do, otherwise new ones near them.
+
+    A cut of a plan that had settled is not given up for a bit: it would be back tomorrow.
+    """
     wishes = [_wish(interval, headroom) for interval in usable]
     cheapest = fewest_cuts(graph, usable, wishes)
     kept = [planned.exponent for planned in before if planned]
     if len(kept) == len(before) and _holds(graph, usable, kept, headroom):
         cost = len(graph.active(kept))
-        # A cut that could just be spared today would be back tomorrow.
         if len(graph.active(cheapest)) >= cost:
             return kept
-        if len(graph.active(fewest_cuts(graph, [_narrowed(i) for i in usable]))) >= cost:
+        spare = [_narrowed(interval) for interval in usable]
+        if settled and len(graph.active(fewest_cuts(graph, spare))) >= cost:
             return kept
     settled = list(cheapest)
     for region in graph.regions(cheapest):
@@ -263,12 +301,16 @@ Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
 
 
 def _by_range(
-    graph: Graph, found: list[Bounds], before: Sequence[Planned | None], headroom: int
+    graph: Graph,
+    found: list[Bounds],
+    before: Sequence[Planned | None],
+    headroom: int,
+    settled: bool,
 ) -> Chosen:
     """Every component in its interval, with the fewest active cuts."""
-    found = _spared(graph, found, min(SPARED, max(headroom - 1, 0)))
-    usable = [bounds.interval.usable for bounds in found]
-    exponents = _settle(graph, usable, before, headroom)
+    found = _spared(graph, found, max(headroom - 1, 0))
+    usable = [bounds.usable for bounds in found]
+    exponents = _settle(graph, usable, before, headroom, settled)
     return found, exponents, active_cuts(graph, usable, exponents)
 
 
@@ -328,22 +370,14 @@ def _outcome(
     histogram: Histogram | None,
     before: Planned | None,
 ) -> Planned:
-    if histogram is None:
-        lost, zeros = 0.0, before.zeros if before else None
-    else:
-        flushed = histogram.below(format.min_subnormal - exponent)
-        lost, zeros = flushed / max(histogram.nonzero, 1), histogram.zero_fraction
+    lost = 0.0 if histogram is None else _lost(histogram, format.min_subnormal - exponent)
     excess = _excess(bounds, format, histogram, before)
-    return Planned(
-        component.modules,
-        exponent,
-        bounds.interval,
-        lost,
-        zeros,
-        bounds.dead,
-        excess,
-        bounds.reserved,
-    )
+    return Planned(component.modules, exponent, bounds.interval, lost, excess, bounds.reserved)
+
+
+def _lost(histogram: Histogram, floor: int) -> float:
+    """The largest fraction of a tensor's magnitude that lies below 2**floor."""
+    return max(t.magnitude_below(floor) / (t.magnitude or 1.0) for t in histogram.each)
 
 
 def _excess(
@@ -354,7 +388,7 @@ def _excess(
         return 0.0
     if bounds.unseen == NOT_FINITE and before.interval.high < MAX_EXPONENT:
         surprise = max(0, before.interval.high - bounds.interval.high)
-        return min(before.excess + surprise, float(third(format)))
+        return min(before.excess + surprise, float(largest_climb(format)))
     looked = histogram is not None and not histogram.nonfinite
     return max(0.0, before.excess - 0.125 * looked)
 

@@ -22,7 +22,8 @@ PATIENCE = 64
 REMEMBERED = 6
 """Probes whose largest gradients are kept at most."""
 
-STEP = whole(0)
+STEP = whole(0, 2**48)
+"""Further than any run goes, and exact in float64 for long after."""
 COUNT = whole(0)
 EXPONENT = whole(-300, 300)
 OFFSET = whole(MIN_EXPONENT - MAX_EXPONENT, MAX_EXPONENT - MIN_EXPONENT)
@@ -37,16 +38,25 @@ def _histogram(**entries: Any) -> Histogram:
     return Histogram(**entries)
 
 
-HISTOGRAM = record(
-    make=_histogram,
-    counts=list_of(row(EXPONENT, whole(1)), make=tuple),
-    zeros=COUNT,
-    nonfinite=COUNT,
-    floor=EXPONENT,
-    ceiling=EXPONENT,
-    dark=COUNT,
-    parameters=optional(EXPONENT),
-)
+def _histogram_with(tensors: schema.Check) -> schema.Check:
+    return record(
+        make=_histogram,
+        counts=list_of(row(EXPONENT, whole(1)), make=tuple),
+        zeros=COUNT,
+        nonfinite=COUNT,
+        floor=EXPONENT,
+        ceiling=EXPONENT,
+        dark=COUNT,
+        parameters=optional(EXPONENT),
+        tensors=list_of(tensors, make=tuple),
+    )
+
+
+def _none_below(value: Any) -> Any:
+    raise Mismatch("none: the histogram of one tensor has no others in it", value)
+
+
+HISTOGRAM = _histogram_with(_histogram_with(_none_below))
 GRAPH = record(
     make=Graph,
     components=list_of(
@@ -111,6 +121,7 @@ RECORD = record(
     amax=optional(EXPONENT),
     overflow=schema.flag,
     bad_loss=Since(schema.flag, False),
+    went_on=Since(optional(EXPONENT), None),
 )
 
 
@@ -120,7 +131,11 @@ def _pilot(**entries: Any) -> dict[str, Any]:
         found = schema.Odd("one of them")
         raise Mismatch("there with the graph that it was made for, or neither", found, "plan")
     count = 0 if graph is None else len(graph.components)
-    if plan is not None and (plan.loss, len(plan.components)) != (graph.loss, count):
+    if (
+        plan is not None
+        and graph is not None
+        and (plan.loss, len(plan.components)) != (graph.loss, count)
+    ):
         wanted = f"of {count} components, the loss's {graph.loss}, as the graph is"
         raise Mismatch(wanted, schema.Odd(_in_short(plan)), "plan")
     check_owners(entries["owners"], count)
@@ -146,4 +161,9 @@ PILOT = record(
     owners=schema.dict_of(schema.text, INDEX),
     offsets=schema.dict_of(schema.text, OFFSET),
     peaks=schema.dict_of(schema.text, list_of(row(STEP, optional(EXPONENT)), most=REMEMBERED)),
+    unmet=schema.dict_of(schema.text, COUNT),
+    above=list_of(STEP),
+    one_scale=schema.flag,
+    clean=optional(COUNT),
+    unplanned=row(whole(-schema.LARGEST), COUNT),
 )

@@ -5,8 +5,9 @@ can forbid scripts altogether; it weighs kilobytes, where such a library weighs 
 page; and the same figure is the PNG. What it gave up is zooming.
 
 Colours are drawn as place-holders and replaced by CSS variables afterwards, so that one drawing
-serves light and dark. No text from a user is ever drawn: modules are numbered, and their names
-are in the page, escaped, and in the SVG's titles.
+serves light and dark. Each is made twice, for a screen and for a phone, where a shrunken one could
+not be read. Modules are numbered, and their names are in the page, escaped, and in the SVG's
+titles; in the drawing itself only where few of plain letters fit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from gradlift.formats import get
 from gradlift.report.diagnosis import shorten
 from gradlift.report.records import Run
-from gradlift.report.summary import Summary, norm_curve, scale_curve, skip_marks
+from gradlift.report.summary import Summary, loss_curve, norm_curve, scale_curve, skip_marks
 
 SERIES = 8
 # For each name the colour on a light page, and on a dark one.
@@ -46,19 +47,26 @@ _HOLDERS = {name: f"#0a0b{i:02x}" for i, name in enumerate(_COLORS)}
 _MARKERS = {"forward": "X", "inf": "v", "nan": "s", "unknown": "o"}
 
 
-def timeline_svg(runs: Sequence[Run]) -> str:
-    """Scale, and below it the norm where it was measured, over the steps of all runs."""
-    return _svg(timeline(runs, _HOLDERS), "timeline", {})
+def timeline_svg(runs: Sequence[Run], narrow: bool = False) -> str:
+    """Scale, and below it loss and norm where they were recorded, over the steps of all runs."""
+    key = f"timeline{'n' * narrow}"
+    return _svg(timeline(runs, _HOLDERS, narrow=narrow), key, {})
 
 
-def landscape_svg(summary: Summary, key: str) -> str:
+def landscape_svg(summary: Summary, key: str, narrow: bool = False) -> str:
     """Modules by depth against log2 |g|, with the format's zones: one scale, and the plan."""
+    key += "n" * narrow
     titles = {
         f"{key}{panel}m{i}": f"{i}: {shorten(module.name, 120)}"
         for i, module in enumerate(summary.modules)
         for panel in "ab"
     }
-    return _svg(landscape(summary, _HOLDERS, key), key, titles)
+    return _svg(landscape(summary, _HOLDERS, key, narrow=narrow), key, titles)
+
+
+def plans_svg(run: Run, key: str, narrow: bool = False) -> str:
+    """The exponents that modules ran at, and how many cuts were active, over the steps."""
+    return _svg(plans(run, _HOLDERS, narrow=narrow), f"{key}p{'n' * narrow}", {})
 
 
 def png(runs: Sequence[Run], summaries: Sequence[Summary]) -> bytes:
@@ -66,8 +74,8 @@ def png(runs: Sequence[Run], summaries: Sequence[Summary]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    probed = next((s for s in summaries if s.modules), None)
-    figure = Figure(figsize=(11, 9 if probed else 5), layout="constrained")
+    probed = next((s for s in summaries if has_landscape(s)), None)
+    figure = Figure(figsize=(11, 10 if probed else 6), layout="constrained")
     parts = figure.subfigures(2 if probed else 1, 1, squeeze=False)[:, 0]
     timeline(runs, LIGHT, parts[0])
     # The image cannot escape a name or borrow a font for it, so it is spelled in ASCII.
@@ -82,36 +90,73 @@ def png(runs: Sequence[Run], summaries: Sequence[Summary]) -> bytes:
     return buffer.getvalue()
 
 
-def timeline(runs: Sequence[Run], colors: Mapping[str, str], figure: Any = None) -> Any:
+def has_landscape(summary: Summary) -> bool:
+    """Whether any probe saw a gradient that could be drawn."""
+    return any(module.last.low is not None for module in summary.modules)
+
+
+def timeline(
+    runs: Sequence[Run], colors: Mapping[str, str], figure: Any = None, narrow: bool = False
+) -> Any:
     """The figure of ``timeline_svg``."""
-    norms = [norm_curve(run) for run in runs]
-    panels = 2 if any(norms) else 1
-    figure = figure if figure is not None else _figure(11, 2.2 + 1.9 * panels)
-    axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+    below = [
+        (label, curves)
+        for label, curve in (("loss", loss_curve), ("log2 of the norm", norm_curve))
+        if any(curves := [curve(run) for run in runs])
+    ]
+    count = 1 + len(below)
+    figure = figure if figure is not None else _figure(narrow, 2.0 + 1.7 * count)
+    axes = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     for number, run in enumerate(runs):
-        color, curve = colors[f"s{number % SERIES}"], scale_curve(run)
-        axes[0].plot(*_columns(curve), drawstyle="steps-post", color=color, lw=1.6)
+        color = colors[f"s{number % SERIES}"]
+        axes[0].plot(*_columns(scale_curve(run)), drawstyle="steps-post", color=color, lw=1.6)
         for cause, marks in skip_marks(run).items():
             style = {"marker": _MARKERS.get(cause, "o"), "ls": "none", "ms": 6}
             axes[0].plot(*_columns(marks), color=color, mec=colors["fg"], mew=0.7, **style)
-        if norms[number]:
-            axes[1].plot(*_columns(norms[number]), color=color, lw=1.0)
-    axes[0].set_ylabel("log2 of the scale")
-    if panels == 2:
-        axes[1].set_ylabel("log2 of the norm")
+        for axis, (_, curves) in zip(axes[1:], below, strict=True):
+            axis.plot(*_columns(curves[number]), color=color, lw=1.0)
+    for axis, label in zip(axes, ["log2 of the scale", *(name for name, _ in below)], strict=True):
+        axis.set_ylabel(label)
     axes[-1].set_xlabel("step")
     _style(axes, colors)
     return figure
 
 
-def landscape(summary: Summary, colors: Mapping[str, str], key: str, figure: Any = None) -> Any:
+def plans(run: Run, colors: Mapping[str, str], narrow: bool = False) -> Any:
+    """The figure of ``plans_svg``."""
+    probes = [(r.step, [m.exponent for m in r.modules]) for r in run.records if r.modules]
+    steps = [step for step, _ in probes]
+    cuts = [(r.step, float(r.plan.active)) for r in run.records if r.plan is not None]
+    figure = _figure(narrow, 3.0)
+    axes = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    lows, highs = [min(e) for _, e in probes], [max(e) for _, e in probes]
+    axes[0].fill_between(steps, lows, highs, step="post", color=colors["s0"], alpha=0.3, lw=0)
+    for edge in (lows, highs):
+        axes[0].plot(steps, edge, drawstyle="steps-post", color=colors["s0"], lw=1.2)
+    axes[0].set_ylabel("exponents")
+    last = [(run.records[-1].step, cuts[-1][1])] if cuts else []
+    axes[1].plot(*_columns([*cuts, *last]), drawstyle="steps-post", color=colors["s1"], lw=1.4)
+    axes[1].set_ylabel("cuts")
+    axes[1].set_xlabel("step")
+    _style(axes, colors)
+    return figure
+
+
+def landscape(
+    summary: Summary,
+    colors: Mapping[str, str],
+    key: str,
+    figure: Any = None,
+    narrow: bool = False,
+) -> Any:
     """The figure of ``landscape_svg``; ``key`` tells its parts from those of other runs."""
-    figure = figure if figure is not None else _figure(11, 4.6)
-    axes = figure.subplots(1, 2, sharey=True)
+    figure = figure if figure is not None else _figure(narrow, 7.6 if narrow else 4.6)
+    axes = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=True)
     count, one = len(summary.modules), summary.best_exponent or 0
     planned = [module.last.exponent for module in summary.modules]
+    known = "that overflows nowhere" if summary.largest is not None else "module gradients allow"
     for axis, panel, exponents, title in (
-        (axes[0], "a", [one] * count, f"one scale, the best: 2^{one}"),
+        (axes[0], "a", [one] * count, f"one scale, the largest {known}: 2^{one}"),
         (axes[1], "b", planned, "as the run stored them"),
     ):
         _draw_gradients(axis, summary, colors, key + panel)
@@ -119,10 +164,19 @@ def landscape(summary: Summary, colors: Mapping[str, str], key: str, figure: Any
         axis.set_title(title, color=colors["fg"], fontsize=10)
         axis.set_xlabel("module, from the input to the loss")
         axis.set_xlim(-0.5, count - 0.5)
-    axes[0].set_ylabel("log2 |g|")
+        axis.set_ylabel("log2 |g|")
+        _name_modules(axis, summary)
     axes[0].set_ylim(*_span(summary, planned))
     _style(axes, colors)
     return figure
+
+
+def _name_modules(axis: Any, summary: Summary) -> None:
+    """Names where they fit; they are users' text, so only what is plain is drawn."""
+    names = [module.name for module in summary.modules]
+    if len(names) <= 16 and all(re.fullmatch(r"[\w.\[\]@]{1,24}", n, re.ASCII) for n in names):
+        axis.set_xticks(range(len(names)), names, rotation=60, ha="right", parse_math=False)
+        axis.set_xlabel("")
 
 
 def _draw_gradients(axis: Any, summary: Summary, colors: Mapping[str, str], key: str) -> None:
@@ -175,10 +229,11 @@ def _columns(curve: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]
     return [x for x, _ in curve], [y for _, y in curve]
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(narrow: bool, height: float) -> Any:
+    """A figure for a screen, or for a phone, where it is shown at about its own size."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(5.0 if narrow else 11.0, height), layout="constrained")
 
 
 def _style(axes: Any, colors: Mapping[str, str]) -> None:

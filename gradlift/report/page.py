@@ -9,7 +9,6 @@ which spells out control characters, and through the escape of the format at han
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -17,10 +16,12 @@ from typing import Any
 from gradlift.report import charts
 from gradlift.report.diagnosis import shorten
 from gradlift.report.records import Run, jsonable
-from gradlift.report.summary import ModuleSummary, Summary, summarize
+from gradlift.report.summary import ModuleSummary, Skips, Summary, summarize
+from gradlift.report.verdict import judge, power, why
 
 WORST = 12
 MOST_CHANGES = 100
+MOST_SKIPS = 50
 _NAME_WIDTH = 80
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -40,11 +41,16 @@ def write(runs: Sequence[Run], format: str = "html") -> bytes:
     if format == "md":
         return markdown(runs, summaries).encode()
     if format == "json":
-        told = jsonable({"runs": [summary.to_dict() for summary in summaries]})
+        told = jsonable({"runs": [_told(summary) for summary in summaries]})
         return (json.dumps(told, indent=1, allow_nan=False) + "\n").encode()
     if format == "png":
         return charts.png(runs, summaries)
     raise ValueError(f"format must be html, md, json or png, got {format!r}")
+
+
+def _told(summary: Summary) -> dict[str, Any]:
+    verdict = judge(summary)
+    return {"verdict": str(verdict), "level": verdict.level, **summary.to_dict()}
 
 
 def shown(name: str, width: int = _NAME_WIDTH) -> str:
@@ -64,6 +70,7 @@ MODULE_HEADINGS = (
     "exponent",
     "log2 |g|",
 )
+SKIP_HEADINGS = ("steps", "skipped", "why", "where", "scale")
 CHANGE_HEADINGS = ("step", "plan", "why")
 
 
@@ -80,10 +87,10 @@ def run_row(summary: Summary) -> list[str]:
         span + ("" if summary.ended else ", not ended"),
         f"{summary.skipped:,}",
         causes,
-        f"{_power(summary.scale_first)} to {_power(summary.scale_last)}"
-        f" (between {_power(summary.scale_min)} and {_power(summary.scale_max)})",
+        f"{power(summary.scale_first)} to {power(summary.scale_last)}"
+        f" (between {power(summary.scale_min)} and {power(summary.scale_max)})",
         norm,
-        f"{summary.clipped:,}",
+        "not measured" if summary.clipped is None else f"{summary.clipped:,}",
         f"{summary.probes:,}",
     ]
 
@@ -103,8 +110,14 @@ def module_row(place: int, module: ModuleSummary) -> list[str]:
     ]
 
 
-def _power(scale: float) -> str:
-    return f"2^{math.log2(scale):.4g}" if scale > 0 and math.isfinite(scale) else f"{scale:g}"
+def skip_row(skips: Skips) -> list[str]:
+    """Skipped steps in the order of ``SKIP_HEADINGS``."""
+    span = f"{skips.first:,}" if skips.first == skips.last else f"{skips.first:,} to {skips.last:,}"
+    scale = power(skips.scale_first)
+    if skips.scale_last != skips.scale_first:
+        scale += f" to {power(skips.scale_last)}"
+    where = skips.first_bad or skips.where or "unknown"
+    return [span, f"{skips.count:,}", why(skips.cause), shown(where, 200), scale]
 
 
 def _changes(summary: Summary) -> list[list[str]]:
@@ -120,23 +133,6 @@ def _worst(summary: Summary) -> list[list[str]]:
     return [module_row(places[m.name], m) for m in summary.worst[:WORST]]
 
 
-def _verdict(summary: Summary) -> str:
-    """The run in a sentence or two."""
-    said = [f"{summary.skipped:,} of {summary.last_step - summary.first_step + 1:,} steps skipped."]
-    if not summary.modules:
-        said.append("No probes were recorded, so there is no landscape: record an adaptive run.")
-        return " ".join(said)
-    lost = [m for m in summary.modules if m.lost_last > 1e-3]
-    if lost:
-        said.append(
-            f"{len(lost)} of {len(summary.modules)} modules may have lost more than 0.1% of their "
-            "gradient in the last probe."
-        )
-    else:
-        said.append("In the last probe no module lost more than 0.1% of its gradient.")
-    return " ".join(said)
-
-
 # Markdown.
 
 
@@ -144,7 +140,10 @@ def markdown(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
     """The tables of the report."""
     parts = ["# gradlift report", _md_table(RUN_HEADINGS, map(run_row, summaries))]
     for run, summary in zip(runs, summaries, strict=True):
-        parts += [f"## {_md(shown(summary.name))}", _md(_verdict(summary))]
+        parts += [f"## {_md(shown(summary.name))}", _md(str(judge(summary)))]
+        if summary.skips:
+            rows = map(skip_row, summary.skips[-MOST_SKIPS:])
+            parts += ["### Skipped steps", _md_table(SKIP_HEADINGS, rows)]
         if summary.worst:
             parts += ["### Worst modules", _md_table(MODULE_HEADINGS, _worst(summary))]
         if summary.changes:
@@ -178,24 +177,15 @@ def _problems(run: Run, lead: str) -> list[str]:
 
 
 def html(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
-    """The page."""
-    legend = "".join(
-        f'<span class="run"><i style="background:var(--s{i % charts.SERIES})"></i>'
-        f"<bdi>{escape(shown(s.name))}</bdi></span>"
-        for i, s in enumerate(summaries)
-    )
-    marks = (
-        "Marks: a skipped step; ▼ overflow, ■ NaN, ✖ the forward pass. At most one in 500 parts "
-    )
-    marks += "of the run, and of a long curve the smallest and the largest value of each part."
+    """The page: what to think of each run, the picture that shows it, then the tables."""
     sections = [
         "<h1>gradlift report</h1>",
+        *(_verdict(number, summary) for number, summary in enumerate(summaries)),
+        _charts("timeline", "Scale, loss and gradient norm over time",
+                *(charts.timeline_svg(runs, narrow) for narrow in (False, True))),
+        f"<p class=note>{escape(_MARKS)}</p>",
         _html_table(RUN_HEADINGS, map(run_row, summaries), "runs"),
-        "<h2>Scale over time</h2>",
-        f'<p class="legend">{legend}</p>',
-        _chart("timeline", "Scale and gradient norm over time", charts.timeline_svg(runs)),
-        f"<p class=note>{escape(marks)}</p>",
-    ]
+    ]  # fmt: skip
     for number, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
         sections.append(_section(number, run, summary))
     return (
@@ -207,26 +197,34 @@ def html(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
     )
 
 
+def _verdict(number: int, summary: Summary) -> str:
+    verdict = judge(summary)
+    first, *rest = verdict.sentences
+    return (
+        f'<div class="verdict {verdict.level}"><p class="run">'
+        f'<i style="background:var(--s{number % charts.SERIES})"></i>'
+        f"<bdi>{escape(shown(summary.name))}</bdi></p>"
+        f"<p><b>{escape(first)}</b> {escape(' '.join(rest))}</p></div>"
+    )
+
+
 def _section(number: int, run: Run, summary: Summary) -> str:
     parts = [f"<h2><bdi>{escape(shown(summary.name))}</bdi></h2>"]
-    parts.append(f"<p>{escape(_verdict(summary))}</p>")
-    if summary.modules:
-        parts += [_chart(
+    if summary.skips:
+        parts.append(_skipped(summary))
+    if charts.has_landscape(summary):
+        parts += [_charts(
             f"landscape{number}",
             "Gradients of each module against the zones of the format",
-            charts.landscape_svg(summary, f"r{number}"),
+            *(charts.landscape_svg(summary, f"r{number}", narrow) for narrow in (False, True)),
         ), _LANDSCAPE_NOTE]  # fmt: skip
     if summary.worst:
         parts += ["<h3>Worst modules</h3>", _html_table(MODULE_HEADINGS, _worst(summary), "worst")]
     if summary.changes:
-        count = len(summary.changes)
-        note = f" (the last {MOST_CHANGES} of {count:,})" if count > MOST_CHANGES else ""
-        parts.append(f"<h3>Plan changes and why{note}</h3>")
-        parts.append(_html_table(CHANGE_HEADINGS, _changes(summary), "changes"))
+        parts += _plans(number, run, summary)
     if summary.modules:
         rows = [module_row(i, module) for i, module in enumerate(summary.modules)]
-        table = _html_table(MODULE_HEADINGS, rows, "modules")
-        parts.append(f"<details><summary>All {len(rows)} modules</summary>{table}</details>")
+        parts.append(_folded(f"All {len(rows)} modules", MODULE_HEADINGS, rows, "modules"))
     if run.problems:
         lines = "".join(f"<li>{escape(line)}</li>" for line in _problems(run, ""))
         parts.append(
@@ -235,14 +233,61 @@ def _section(number: int, run: Run, summary: Summary) -> str:
     return f'<section id="run{number}">' + "\n".join(parts) + "</section>"
 
 
-def _chart(key: str, label: str, svg: str) -> str:
-    return f'<figure id="{key}" role="img" aria-label="{escape(label)}">{svg}</figure>'
+def _skipped(summary: Summary) -> str:
+    rows = [skip_row(skips) for skips in summary.skips[-MOST_SKIPS:]]
+    if len(rows) <= WORST:
+        return "<h3>Skipped steps</h3>" + _html_table(SKIP_HEADINGS, rows, "skips")
+    note = f" (the last {MOST_SKIPS})" if len(summary.skips) > MOST_SKIPS else ""
+    return "<h3>Skipped steps</h3>" + _folded(
+        f"{len(summary.skips):,} times{note}", SKIP_HEADINGS, rows, "skips"
+    )
+
+
+def _plans(number: int, run: Run, summary: Summary) -> list[str]:
+    """The last plan in words, all of them as a picture, and the rest folded."""
+    step, last = summary.changes[-1]
+    cuts = f"{last.active:,} active {'cut' if last.active == 1 else 'cuts'}"
+    parts = [
+        "<h3>Plans</h3>",
+        f"<p>Since step {step:,}: <bdi>{escape(shown(last.summary, 200))}</bdi> ({cuts}).</p>",
+    ]
+    if summary.probes > 1:
+        parts.append(
+            _charts(
+                f"plans{number}",
+                "Exponents and active cuts over time",
+                *(charts.plans_svg(run, f"r{number}", narrow) for narrow in (False, True)),
+            )
+        )
+    count = len(summary.changes)
+    note = f", the last {MOST_CHANGES} of them" if count > MOST_CHANGES else ""
+    title = f"{count:,} {'change' if count == 1 else 'changes'} and why{note}"
+    return [*parts, _folded(title, CHANGE_HEADINGS, _changes(summary), "changes")]
+
+
+def _folded(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], kind: str) -> str:
+    table = _html_table(headings, rows, kind)
+    return f"<details><summary>{escape(title)}</summary>{table}</details>"
+
+
+def _charts(key: str, label: str, wide: str, narrow: str) -> str:
+    """A chart for a screen and one for a phone; the style shows the one that fits."""
+    return "".join(
+        f'<figure id="{key}{width}" class="{width}" role="img" aria-label="{escape(label)}">'
+        f"{svg}</figure>"
+        for width, svg in (("wide", wide), ("narrow", narrow))
+    )
 
 
 def _html_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], kind: str) -> str:
     head = "".join(f"<th>{escape(h)}</th>" for h in headings)
     body = "".join(
-        "<tr>" + "".join(f"<td><bdi>{escape(cell)}</bdi></td>" for cell in row) + "</tr>"
+        "<tr>"
+        + "".join(
+            f'<td data-label="{escape(h)}"><bdi>{escape(cell)}</bdi></td>'
+            for h, cell in zip(headings, row, strict=True)
+        )
+        + "</tr>"
         for row in rows
     )
     return (
@@ -250,6 +295,11 @@ def _html_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], kind: st
         f"<tbody>{body}</tbody></table></div>"
     )
 
+
+_MARKS = (
+    "Marks: a skipped step; ▼ overflow, ■ NaN, ✖ the forward pass. At most one in 500 parts of the "
+    "run, and of a long curve the smallest and the largest value of each part."
+)
 
 _LANDSCAPE_NOTE = (
     "<p class=note>Each module by its number in the table below: the thick part of a line holds "
@@ -273,24 +323,35 @@ _THEMES = (
 _CSS = """
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1120px;margin:0 auto;padding:8px 20px 60px}
-h1{font-size:26px;margin:12px 0}h2{font-size:20px;margin:36px 0 8px;overflow-wrap:anywhere}
+h1{font-size:24px;margin:12px 0}h2{font-size:20px;margin:36px 0 8px;overflow-wrap:anywhere}
 h3{font-size:16px;margin:24px 0 6px}
+.verdict{background:var(--panel);border:1px solid var(--grid);border-left:6px solid var(--s2);
+border-radius:8px;padding:8px 14px;margin:8px 0}
+.verdict.fair{border-left-color:var(--subnormal)}.verdict.bad{border-left-color:var(--flushed)}
+.verdict p{margin:2px 0;overflow-wrap:anywhere}.verdict .run{font-size:13px;opacity:.85}
+.verdict i{display:inline-block;width:22px;height:4px;border-radius:2px;margin-right:6px;
+vertical-align:middle}
 figure{margin:8px 0;background:var(--panel);border:1px solid var(--grid);border-radius:8px;
 padding:10px}
 figure svg{width:100%;height:auto;display:block}
+.narrow{display:none}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--grid);vertical-align:top}
 td{overflow-wrap:break-word;max-width:36em}
 th{font-weight:600;white-space:nowrap}
 .note{font-size:13px;opacity:.8}
-.legend .run{margin-right:18px;overflow-wrap:anywhere}
-.legend i{display:inline-block;width:22px;height:4px;border-radius:2px;margin-right:6px;
-vertical-align:middle}
 .flushed{color:var(--flushed)}.subnormal{color:var(--subnormal)}.overflow{color:var(--overflow)}
-.themes{position:absolute;right:20px;top:16px;font-size:13px}.themes label{margin-left:10px}
+.themes{float:right;margin:16px 20px 0;font-size:13px}.themes label{margin-left:10px}
 summary{cursor:pointer;margin:18px 0}
-@media print{.themes{display:none}}
+@media(max-width:640px){
+main{padding:4px 10px 40px}.themes{float:none;margin:8px 10px 0}
+.wide{display:none}.narrow{display:block}figure{padding:4px}
+table,tbody,tr,td{display:block;max-width:none;overflow-wrap:anywhere}thead{display:none}
+tr{border-bottom:1px solid var(--grid);padding:6px 0}td{border:0;padding:1px 4px}
+td::before{content:attr(data-label) ": ";opacity:.7}
+}
+@media print{.themes{display:none}figure,.verdict{break-inside:avoid}}
 """
 
 

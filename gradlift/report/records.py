@@ -1,34 +1,31 @@
-"""What happened, step by step: records, and the file they are kept in.
+"""What happened, step by step: records, and each as a line of JSON.
 
-One JSON object to a line, so that a run can be read while it is written, by anything, and so
-that a kill costs a line and not a file. Every line carries the version of its layout::
+Every line carries the version of its layout::
 
     {"gradlift": 1, "run": {...}}                  a run begins, or goes on after a restart
-    {"gradlift": 1, "step": 7, "scale": 256.0, ..} one step; what says nothing is left out
+    {"gradlift": 1, "step": 7, "scale": 256.0, ..} one step; what is not known is left out
     {"gradlift": 1, "end": true}                   the run was closed, not killed
 
-The file is opened for appending, without a buffer, and each batch of lines goes out in one
-write: what was written is the kernel's, and survives the process. Reading never fails on what a
-line holds: a line that is cut off, foreign or newer is counted, and named by its number. JSON has
-no infinity and no NaN, so a norm that is not finite is the string ``"inf"`` or ``"nan"``.
+Records come from files that anybody may have written, so ``decode`` believes nothing: each field
+has one check, and a line with a value out of its range is damaged as a whole. JSON has no infinity
+and no NaN; a norm or a loss that is not finite is the string ``"inf"``, ``"-inf"`` or ``"nan"``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from gradlift import schema
+from gradlift.formats import Format
+
 SCHEMA = 1
+KEY = "gradlift"
 CAUSES = ("forward", "inf", "nan")
-_KEY = "gradlift"
-_TAIL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,16 @@ class ModuleRecord:
     ninetieth: int | None = None
     high: int | None = None
 
+    def may_have_lost(self, format: Format) -> float | None:
+        """The share of zeros that the format may have made; None where nothing but zeros was seen.
+
+        Zeros are the gradient's own, as a ReLU's are, where the smallest value in sight lies well
+        above the smallest that could be seen.
+        """
+        if self.low is None:
+            return None
+        return 0.0 if self.low + self.exponent > format.min_subnormal + 3 else self.flushed
+
 
 @dataclass(frozen=True)
 class PlanChange:
@@ -64,7 +71,7 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step left behind."""
+    """What one step left behind. None is not known, which is not 0."""
 
     step: int
     scale: float
@@ -74,7 +81,7 @@ class StepRecord:
     """Why it was skipped: ``"forward"``, the loss was not finite before it was scaled; ``"inf"``,
     a gradient overflowed; ``"nan"``, gradients held NaNs and no inf."""
     grad_norm: float | None = None
-    """Of the true gradient, before clipping; None where nobody measured it."""
+    """Of the true gradient, before clipping."""
     clip: float | None = None
     """What clipping multiplied the gradient by, at most 1."""
     skips: int = 0
@@ -84,6 +91,14 @@ class StepRecord:
     modules: tuple[ModuleRecord, ...] = ()
     """In the order of the forward pass; empty but at probes."""
     plan: PlanChange | None = None
+    loss: float | None = None
+    """The sum of the losses that were scaled for this step, before scaling."""
+    first_bad: str | None = None
+    """The first tensor that was not finite, in a sentence, where it was looked for."""
+    largest: int | None = None
+    """floor(log2) of the largest true parameter gradient, where it was measured."""
+    time: float | None = None
+    """When the step ended, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -110,56 +125,7 @@ class Run:
     """Whether the run was closed; a killed one was not."""
 
 
-class JsonlWriter:
-    """Appends records to a file.
-
-    A file that exists is continued, after a line of its own for the new start. A disk that is
-    full, or gone, ends the recording with a warning and not the training.
-
-    Args:
-        path: the file; its folder must exist.
-        about: JSON-able facts about the run, for the first line.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None):
-        self.path = Path(path)
-        if not self.path.absolute().parent.is_dir():
-            raise ValueError(f"cannot record to {self.path}: there is no such folder")
-        self.next_step, torn = _resume_point(self.path)
-        self._file: Any = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed in close)
-        head = {_KEY: SCHEMA, "run": {"started": time.time(), **(about or {})}}
-        # A line that a kill cut off must not swallow ours.
-        self._write((b"\n" if torn else b"") + _line(head))
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        """Append a line for each record, in one write."""
-        if records:
-            self._write(b"".join(encode(record) for record in records))
-
-    def close(self) -> None:
-        """Say that the run ended and close the file."""
-        if self._file is not None:
-            self._write(_line({_KEY: SCHEMA, "end": True}))
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _write(self, lines: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._file.close()
-            self._file = None
-            warnings.warn(
-                f"gradlift stopped recording to {self.path}: {error}", RuntimeWarning, stacklevel=2
-            )
-
-
-# One line.
+# To a line.
 
 
 def encode(record: StepRecord) -> bytes:
@@ -171,15 +137,17 @@ def encode(record: StepRecord) -> bytes:
         row["modules"] = [_without_none(vars(module)) for module in record.modules]
     if record.plan is not None:
         row["plan"] = asdict(record.plan)
-    return _line({_KEY: SCHEMA, **row})
+    return line_of(row)
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(jsonable(row), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """Entries as a line of this layout."""
+    told = jsonable({KEY: SCHEMA, **row})
+    return json.dumps(told, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` with what JSON has no number for as a string: ``"nan"``, ``"inf"``, ``"-inf"``."""
+    """A value that JSON can hold: numbers that are not finite as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, Mapping):
@@ -189,6 +157,9 @@ def jsonable(value: Any) -> Any:
 
 def _without_none(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
+
+
+# From a line.
 
 
 def decode(line: bytes) -> StepRecord | dict[str, Any]:
@@ -201,120 +172,58 @@ def decode(line: bytes) -> StepRecord | dict[str, Any]:
         row = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError("not JSON; cut off or damaged") from None
-    if not isinstance(row, dict) or _KEY not in row:
+    if not isinstance(row, dict) or KEY not in row:
         raise ValueError("no record of gradlift's")
-    version = row.pop(_KEY)
+    version = row.pop(KEY)
     if type(version) is not int or version < 1:
-        raise ValueError(f"damaged: schema {version!r}")
+        raise ValueError("damaged: its version is no number")
     if version > SCHEMA:
         raise ValueError(
             f"written by a newer gradlift: it needs one that reads schema {version}, and this one "
             f"reads up to {SCHEMA}"
         )
-    if "step" not in row:
-        return row
-    try:
-        return _record(row)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"damaged: {error}") from None
+    return schema.read(_STEP, row, "record", "the line is damaged") if "step" in row else row
 
 
-def _record(row: dict[str, Any]) -> StepRecord:
-    modules, plan = row.pop("modules", ()), row.pop("plan", None)
-    known = {key: row[key] for key in StepRecord.__dataclass_fields__ if key in row}
-    for key in ("step", "skips"):
-        if key in known and (type(known[key]) is not int or known[key] < 0):
-            raise ValueError(f"{key} is {known[key]!r}")
-    for key in ("scale", "grad_norm", "clip"):
-        if known.get(key) is not None:
-            known[key] = _number(known[key], key)
-    if known.get("cause") not in (None, *CAUSES):
-        raise ValueError(f"cause is {known['cause']!r}")
-    known["skipped"] = bool(known.get("skipped", False))
-    return StepRecord(**known, modules=tuple(map(_module, modules)), plan=plan and _plan(plan))
+def _or_not_finite(value: Any) -> float:
+    """A number, or the word for one that is not finite."""
+    return float(value) if value in ("inf", "-inf", "nan") else schema.number()(value)
 
 
-def _number(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{key} is {value!r}")
-    return float(value)
+def _since(check: schema.Check, default: Any = None) -> schema.Since:
+    return schema.Since(check, default)
 
 
-def _module(row: Any) -> ModuleRecord:
-    if not isinstance(row, dict):
-        raise ValueError(f"a module is {row!r}")
-    known = {key: row[key] for key in ModuleRecord.__dataclass_fields__ if key in row}
-    name = known.pop("name", None)
-    if not isinstance(name, str):
-        raise ValueError(f"a module's name is {name!r}")
-    for key, value in known.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{key} of {name!r} is {value!r}")
-    return ModuleRecord(name, **known)
-
-
-def _plan(row: Any) -> PlanChange:
-    if not isinstance(row, dict) or not isinstance(row.get("reasons", []), list):
-        raise ValueError(f"a plan is {row!r}")
-    reasons = tuple(map(str, row.get("reasons", ())))
-    return PlanChange(str(row["summary"]), reasons, int(row.get("active", 0)))
-
-
-# A file.
-
-
-def read(path: str | os.PathLike[str]) -> Run:
-    """All that can be read of a file; what cannot is among the ``problems``.
-
-    Raises:
-        OSError: there is no such file, or it may not be read.
-    """
-    with open(path, "rb") as file:
-        return assemble(Path(path).stem, file)
-
-
-def assemble(name: str, lines: Iterable[bytes]) -> Run:
-    """A run from the lines of its file.
-
-    A step that occurs twice, as after a restart from an older checkpoint, counts as it came last.
-    """
-    records: dict[int, StepRecord] = {}
-    about: dict[str, Any] = {}
-    problems: list[Problem] = []
-    ended = False
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            found = decode(line)
-        except ValueError as error:
-            problems.append(Problem(number, str(error)))
-            continue
-        if isinstance(found, StepRecord):
-            records[found.step] = found
-        elif isinstance(found.get("run"), dict):
-            about.update(found["run"])
-        ended = isinstance(found, dict) and "end" in found
-    ordered = tuple(records[step] for step in sorted(records))
-    return Run(name, ordered, about, tuple(problems), ended)
-
-
-def _resume_point(path: Path) -> tuple[int, bool]:
-    """The step after the last one on file, and whether the file ends within a line."""
-    if not path.is_file():
-        return 0, False
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL))
-        tail = file.read()
-    steps = (found.step for found in _readable(tail.splitlines()) if isinstance(found, StepRecord))
-    return next(steps, -1) + 1, bool(tail) and not tail.endswith(b"\n")
-
-
-def _readable(lines: Sequence[bytes]) -> Iterator[StepRecord | dict[str, Any]]:
-    """From the last line to the first, what can be read."""
-    for line in reversed(lines):
-        try:
-            yield decode(line)
-        except ValueError:
-            continue
+# Wider than any format's exponents, and narrow enough to draw.
+_EXPONENT = schema.whole(-5000, 5000)
+_SHARE = schema.number(0.0, 1.0)
+_PLAN = schema.open_record(
+    make=PlanChange,
+    summary=schema.text,
+    reasons=_since(schema.list_of(schema.text, make=tuple), ()),
+    active=_since(schema.whole(0), 0),
+)
+_MODULE = schema.open_record(
+    make=ModuleRecord,
+    name=schema.text,
+    exponent=_EXPONENT,
+    **dict.fromkeys(("flushed", "subnormal", "overflowed"), _SHARE),
+    **dict.fromkeys(("low", "tenth", "median", "ninetieth", "high"), _since(_EXPONENT)),
+)
+_STEP = schema.open_record(
+    make=StepRecord,
+    step=schema.whole(0),
+    scale=schema.number(sys.float_info.min),
+    skipped=_since(schema.flag, False),
+    cause=_since(schema.one_of(*CAUSES)),
+    grad_norm=_since(_or_not_finite),
+    clip=_since(_SHARE),
+    skips=_since(schema.whole(0), 0),
+    where=_since(schema.text),
+    modules=_since(schema.list_of(_MODULE, make=tuple), ()),
+    plan=_since(_PLAN),
+    loss=_since(_or_not_finite),
+    first_bad=_since(schema.text),
+    largest=_since(_EXPONENT),
+    time=_since(schema.number(0.0, 2.0**40)),
+)

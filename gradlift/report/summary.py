@@ -1,8 +1,9 @@
 """A run in a few numbers, and its curves in a few thousand points.
 
-Everything that a report says is computed here, once, whatever it is then written as. Curves are
-thinned honestly: each bucket of steps keeps its smallest and its largest value, so that a spike
-of one step in a hundred thousand is still there, and a curve of few points is kept as it is.
+Everything that a report says is computed here, once, whatever it is then written as; ``verdict``
+puts it into words. Curves are thinned honestly: each bucket of steps keeps its smallest and its
+largest value, so that a spike of one step in a hundred thousand is still there, and a curve of few
+points is kept as it is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from gradlift.formats import FORMATS, Format, get
 from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord
 
 Curve = tuple[tuple[int, float], ...]
+# A gradient that may have lost more than this share of its elements is worth a word.
+WORTH_A_WORD = 1e-3
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,15 @@ class ModuleSummary:
     """What became of one module's gradient in the probes of a run."""
 
     last: ModuleRecord
-    """In the last probe that saw it."""
+    """In the last probe that saw anything but zeros of it, else in the last one."""
     lost: float
     """The most that it can have lost in any probe; zeros of its own cannot be told from those
-    that the format made, so this is a bound, see ``_lost``."""
+    that the format made, so this is a bound: its zeros beyond the fewest it had, and none where
+    all of it lay well within sight."""
     lost_last: float
     """The same for the last probe."""
+    lost_until: int | None
+    """The last step whose probe found it lose more than ``WORTH_A_WORD``."""
     overflowed: float
     """Most that was inf or NaN in any probe."""
 
@@ -38,6 +44,22 @@ class ModuleSummary:
     def name(self) -> str:
         """The module's."""
         return self.last.name
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Steps skipped one after the other, for one cause."""
+
+    first: int
+    last: int
+    count: int
+    """Records among them; with ``every=n`` there are n times as many steps."""
+    cause: str
+    scale_first: float
+    scale_last: float
+    where: str | None
+    """The first gradient that was not finite, in the first of them that tells."""
+    first_bad: str | None
 
 
 @dataclass(frozen=True)
@@ -54,19 +76,27 @@ class Summary:
     skipped: int
     """All of them, those between two records included."""
     causes: tuple[tuple[str, int], ...]
+    skips: tuple[Skips, ...]
     scale_first: float
     scale_last: float
     scale_min: float
     scale_max: float
     norm_median: float | None
     norm_max: float | None
-    clipped: int
+    clipped: int | None
+    """Steps whose gradient was clipped; None where nobody measured it."""
+    loss_first: float | None
+    loss_last: float | None
+    """The mean over the first and the last tenth of the steps with a finite loss."""
+    largest: int | None
+    """floor(log2) of the largest true parameter gradient that was measured."""
     probes: int
     modules: tuple[ModuleSummary, ...]
     """In the order of the forward pass."""
     changes: tuple[tuple[int, PlanChange], ...]
     problems: int
     ended: bool
+    last_time: float | None
 
     @property
     def worst(self) -> tuple[ModuleSummary, ...]:
@@ -76,15 +106,25 @@ class Summary:
 
     @property
     def best_exponent(self) -> int | None:
-        """log2 of the largest single scale at which nothing in the last probe overflows."""
+        """log2 of the largest single scale at which nothing that was seen overflows, parameter
+        gradients included where they were measured; None where nothing was seen."""
         highs = [m.last.high for m in self.modules if m.last.high is not None]
+        if highs and self.largest is not None:
+            highs.append(self.largest)
         return get(self.format).max_exponent - 1 - max(highs) if highs else None
+
+    @property
+    def active(self) -> int | None:
+        """Cuts of the last plan; None without one."""
+        return self.changes[-1][1].active if self.changes else None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in numbers, strings, lists and dicts."""
+        listed = ("modules", "changes", "causes", "skips")
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("modules", "changes", "causes")},
+            **{k: v for k, v in vars(self).items() if k not in listed},
             "causes": dict(self.causes),
+            "skips": [asdict(skips) for skips in self.skips],
             "best_exponent": self.best_exponent,
             "modules": [asdict(module) for module in self.modules],
             "changes": [{"step": step, **asdict(change)} for step, change in self.changes],
@@ -99,9 +139,12 @@ def summarize(run: Run) -> Summary:
         raise ValueError(f"{run.name}: there is no record to report on{found}")
     scales = [r.scale for r in records]
     norms = [r.grad_norm for r in records if r.grad_norm is not None and _finite(r.grad_norm)]
+    losses = [r.loss for r in records if r.loss is not None and _finite(r.loss)]
+    clips = [r.clip for r in records if r.clip is not None]
     causes = Counter(r.cause or "unknown" for r in records if r.skipped)
     format = str(run.about.get("format"))
     format = format if format in FORMATS else "float16"
+    tenth = max(1, len(losses) // 10)
     return Summary(
         name=run.name,
         scaler=str(run.about.get("scaler", "unknown")),
@@ -111,56 +154,102 @@ def summarize(run: Run) -> Summary:
         last_step=records[-1].step,
         skipped=max(sum(causes.values()), records[-1].skips),
         causes=tuple(sorted(causes.items())),
+        skips=_skips(records),
         scale_first=scales[0],
         scale_last=scales[-1],
         scale_min=min(scales),
         scale_max=max(scales),
         norm_median=statistics.median(norms) if norms else None,
         norm_max=max(norms, default=None),
-        clipped=sum(1 for r in records if r.clip is not None and r.clip < 1.0),
+        clipped=sum(1 for clip in clips if clip < 1.0) if clips else None,
+        loss_first=statistics.fmean(losses[:tenth]) if losses else None,
+        loss_last=statistics.fmean(losses[-tenth:]) if losses else None,
+        largest=max((r.largest for r in records if r.largest is not None), default=None),
         probes=sum(1 for r in records if r.modules),
         modules=_modules(records, get(format)),
         changes=tuple((r.step, r.plan) for r in records if r.plan is not None),
         problems=len(run.problems),
         ended=run.ended,
+        last_time=records[-1].time,
+    )
+
+
+def _skips(records: Sequence[StepRecord]) -> tuple[Skips, ...]:
+    """Skipped steps in groups: one after the other, for the same cause."""
+    found: list[list[StepRecord]] = []
+    before: tuple[bool, str | None] = (False, None)
+    for record in records:
+        now = record.skipped, record.cause
+        if record.skipped and now == before:
+            found[-1].append(record)
+        elif record.skipped:
+            found.append([record])
+        before = now
+    return tuple(
+        Skips(
+            group[0].step,
+            group[-1].step,
+            len(group),
+            group[0].cause or "unknown",
+            group[0].scale,
+            group[-1].scale,
+            next((r.where for r in group if r.where), None),
+            next((r.first_bad for r in group if r.first_bad), None),
+        )
+        for group in found
+    )
+
+
+def _modules(records: Sequence[StepRecord], format: Format) -> tuple[ModuleSummary, ...]:
+    seen: dict[str, list[tuple[int, ModuleRecord]]] = {}
+    order: dict[str, int] = {}
+    for record in records:
+        for place, module in enumerate(record.modules):
+            seen.setdefault(module.name, []).append((record.step, module))
+            order[module.name] = place
+    return tuple(_module(seen[name], format) for name in sorted(seen, key=order.__getitem__))
+
+
+def _module(probes: Sequence[tuple[int, ModuleRecord]], format: Format) -> ModuleSummary:
+    own = min(module.flushed for _, module in probes)
+    lost = [_lost(module, own, format) for _, module in probes]
+    shown = [module for _, module in probes if module.low is not None]
+    hurt = [step for (step, _), share in zip(probes, lost, strict=True) if share > WORTH_A_WORD]
+    return ModuleSummary(
+        last=shown[-1] if shown else probes[-1][1],
+        lost=max(lost),
+        lost_last=lost[-1],
+        lost_until=hurt[-1] if hurt else None,
+        overflowed=max(module.overflowed for _, module in probes),
     )
 
 
 def _lost(module: ModuleRecord, own: float, format: Format) -> float:
-    """What a gradient may have lost: its zeros, beyond those it has when it has fewest; nothing
-    where the smallest value in sight lies well above the smallest that could be seen."""
-    if module.low is not None and module.low + module.exponent > format.min_subnormal + 3:
-        return 0.0
-    return module.flushed - own
+    share = module.may_have_lost(format)
+    return max(0.0, (module.flushed if share is None else share) - own)
 
 
-def _modules(records: Sequence[StepRecord], format: Format) -> tuple[ModuleSummary, ...]:
-    seen: dict[str, list[ModuleRecord]] = {}
-    order: dict[str, int] = {}
-    for record in records:
-        for place, module in enumerate(record.modules):
-            seen.setdefault(module.name, []).append(module)
-            order[module.name] = place
-    found = []
-    for name in sorted(seen, key=order.__getitem__):
-        probes = seen[name]
-        own = min(m.flushed for m in probes)
-        lost = [_lost(m, own, format) for m in probes]
-        found.append(
-            ModuleSummary(probes[-1], max(lost), lost[-1], max(m.overflowed for m in probes))
-        )
-    return tuple(found)
+# Curves.
 
 
 def scale_curve(run: Run, points: int = 2000) -> Curve:
     """log2 of the scale over the steps."""
-    return thin([(r.step, math.log2(r.scale)) for r in run.records if r.scale > 0], points)
+    return thin([(r.step, math.log2(r.scale)) for r in run.records], points)
 
 
 def norm_curve(run: Run, points: int = 2000) -> Curve:
     """log2 of the gradient's norm over the steps; steps without one are left out."""
-    known = [(r.step, r.grad_norm) for r in run.records if r.grad_norm and _finite(r.grad_norm)]
-    return thin([(step, math.log2(norm)) for step, norm in known], points)
+    return _curve(run, points, lambda r: math.log2(r.grad_norm) if r.grad_norm else None)
+
+
+def loss_curve(run: Run, points: int = 2000) -> Curve:
+    """The loss over the steps; steps without a finite one are left out."""
+    return _curve(run, points, lambda r: r.loss)
+
+
+def _curve(run: Run, points: int, value: Callable[[StepRecord], float | None]) -> Curve:
+    found = [(r.step, y) for r in run.records if (y := value(r)) is not None and _finite(y)]
+    return thin(found, points)
 
 
 def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:
@@ -171,7 +260,7 @@ def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:
     first, last = run.records[0].step, run.records[-1].step
     width = max(1, math.ceil((last - first + 1) / points))
     for record in run.records:
-        if record.skipped and record.scale > 0:
+        if record.skipped:
             bucket = (record.step - first) // width
             mark = (record.step, math.log2(record.scale))
             marks.setdefault(record.cause or "unknown", {}).setdefault(bucket, mark)

@@ -1,9 +1,9 @@
-"""A run in another process, live in the terminal.
+"""Runs in other processes, live in the terminal.
 
-``Tail`` follows the file: what was added since the last look, whole lines only. A file that has
+``Tail`` follows a file: what was added since the last look, whole lines only. A file that has
 become shorter was truncated, one with another number on the disk was rotated: both are read from
 their beginning, as a new run. ``View`` keeps the little that the screen shows, so that a run of
-any length costs the same.
+any length costs the same; what it says is the report's verdict on the latest steps.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradlift.formats import FORMATS, get
 from gradlift.report.diagnosis import shorten
-from gradlift.report.records import ModuleRecord, PlanChange, StepRecord, decode
+from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord, decode
+from gradlift.report.summary import summarize
+from gradlift.report.verdict import Verdict, judge, power
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST = 1 << 24
+# Steps that the verdict looks at, and those that a rate is measured over.
+_WINDOW, _RATE = 2000, 60
+# A run without a record for so many seconds, and for so many of its usual intervals, looks dead.
+_SILENT, _INTERVALS = 60.0, 20.0
 
 
 class Tail:
@@ -37,9 +45,15 @@ class Tail:
         self._rest = b""
         self.restarted = False
         """Whether the last look found another file, or a shorter one."""
+        self.changed: float | None = None
+        """When the file was written last, in seconds since 1970."""
 
     def lines(self) -> list[bytes]:
-        """Whole lines that came since the last look; a line under way waits for its end."""
+        """Whole lines that came since the last look; a line under way waits for its end.
+
+        Raises:
+            OSError: there is a file, and it may not be read.
+        """
         self.restarted = False
         try:
             with open(self._path, "rb") as file:
@@ -49,6 +63,7 @@ class Tail:
 
     def _read(self, file: Any) -> list[bytes]:
         status = os.fstat(file.fileno())
+        self.changed = status.st_mtime
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._offset:
             self.restarted = self._identity is not None
@@ -61,7 +76,11 @@ class Tail:
 
 
 class View:
-    """What is shown of a run."""
+    """What is shown of a run.
+
+    Args:
+        name: what to call it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,12 +91,14 @@ class View:
         self.records = 0
         self.problems = 0
         self.causes: Counter[str] = Counter()
-        self.last: StepRecord | None = None
-        self.norms: deque[float] = deque(maxlen=60)
-        self.scales: deque[float] = deque(maxlen=60)
+        self.about: dict[str, Any] = {}
+        self.first_step: int | None = None
+        self.window: deque[StepRecord] = deque(maxlen=_WINDOW)
         self.probe: StepRecord | None = None
         self.plan: tuple[int, PlanChange] | None = None
         self.ended = False
+        self.changed: float | None = None
+        """When its file was written last."""
 
     def take(self, lines: list[bytes]) -> None:
         """Add lines of the file."""
@@ -92,39 +113,104 @@ class View:
             self.ended = isinstance(found, dict) and "end" in found
             if isinstance(found, StepRecord):
                 self._add(found)
+            elif isinstance(found.get("run"), dict):
+                self._go_on(found["run"])
 
     def _add(self, record: StepRecord) -> None:
-        self.records, self.last = self.records + 1, record
+        self.records += 1
+        self.window.append(record)
+        self.first_step = record.step if self.first_step is None else self.first_step
         if record.skipped:
             self.causes[record.cause or "unknown"] += 1
-        if record.grad_norm and math.isfinite(record.grad_norm):
-            self.norms.append(math.log2(record.grad_norm))
-        if record.scale > 0:
-            self.scales.append(math.log2(record.scale))
         if record.modules:
             self.probe = record
         if record.plan is not None:
             self.plan = record.step, record.plan
 
+    def _go_on(self, about: dict[str, Any]) -> None:
+        """The run was started again; what it takes again is forgotten."""
+        self.about = about
+        first = about.get("from")
+        while type(first) is int and self.window and self.window[-1].step >= first:
+            undone = self.window.pop()
+            self.records -= 1
+            if undone.skipped:
+                self.causes[undone.cause or "unknown"] -= 1
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The latest record."""
+        return self.window[-1] if self.window else None
+
+    @property
+    def format(self) -> Any:
+        """The format that gradients are stored in."""
+        name = str(self.about.get("format"))
+        return get(name if name in FORMATS else "float16")
+
     @property
     def worst(self) -> list[ModuleRecord]:
-        """The modules of the last probe with most zeros."""
+        """The modules of the last probe that may have lost most, or overflowed."""
         modules = self.probe.modules if self.probe else ()
-        return sorted(modules, key=lambda m: (-m.overflowed, -m.flushed))[:8]
+        hurt = [m for m in modules if m.overflowed or m.may_have_lost(self.format)]
+        return sorted(hurt, key=lambda m: (-m.overflowed, -m.flushed))[:8]
 
-    def to_dict(self) -> dict[str, Any]:
-        """What is shown, in plain numbers and strings."""
+    @property
+    def verdict(self) -> Verdict | None:
+        """What to think of the run so far; None before the first record."""
+        if not self.window or self.first_step is None:
+            return None
+        summary = summarize(Run(self.name, tuple(self.window), self.about, (), self.ended))
+        causes = tuple(sorted((c, n) for c, n in self.causes.items() if n > 0))
+        return judge(
+            replace(
+                summary, first_step=self.first_step, causes=causes, problems=self.problems,
+                skipped=max(sum(self.causes.values()), self.window[-1].skips),
+            )
+        )  # fmt: skip
+
+    @property
+    def rate(self) -> float | None:
+        """Steps a second, lately; None where it is not known."""
+        timed = [r for r in list(self.window)[-_RATE:] if r.time is not None]
+        if len(timed) < 2:
+            return None
+        seconds = (timed[-1].time or 0.0) - (timed[0].time or 0.0)
+        steps = timed[-1].step - timed[0].step
+        return steps / seconds if seconds > 0 and steps > 0 else None
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the last record, or since the file was written."""
         last = self.last
+        at = last.time if last is not None and last.time is not None else self.changed
+        return None if at is None else max(0.0, now - at)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether a run that has not ended writes no more."""
+        age, rate = self.age(now), self.rate
+        usual = _INTERVALS / rate if rate else 0.0
+        return not self.ended and age is not None and age > max(_SILENT, usual)
+
+    def to_dict(self, now: float | None = None) -> dict[str, Any]:
+        """What is shown, in plain numbers and strings."""
+        last, verdict = self.last, self.verdict
+        now = time.time() if now is None else now
         return {
             "name": self.name,
             "records": self.records,
             "step": last.step if last else None,
             "scale": last.scale if last else None,
-            "skipped": last.skips if last else 0,
+            "loss": last.loss if last else None,
+            "skipped": last.skips if last else None,
             "causes": dict(self.causes),
-            "worst": [{"name": m.name, "flushed": m.flushed} for m in self.worst],
+            "worst": [{"name": m.name, "lost": m.may_have_lost(self.format)} for m in self.worst],
             "problems": self.problems,
             "ended": self.ended,
+            "age": self.age(now),
+            "rate": self.rate,
+            "silent": self.is_silent(now),
+            "level": verdict.level if verdict else None,
+            "verdict": str(verdict) if verdict else None,
         }
 
 
@@ -138,7 +224,7 @@ def sparkline(values: Any) -> str:
     return "".join(_BARS[round((value - low) / step)] for value in known)
 
 
-def render(view: View) -> Any:
+def render(view: View, now: float) -> Any:
     """The view as something that rich prints."""
     from rich.console import Group
     from rich.panel import Panel
@@ -146,32 +232,50 @@ def render(view: View) -> Any:
     from rich.text import Text
 
     facts = Table.grid(padding=(0, 2))
-    for label, value in _facts(view):
+    for label, value in _facts(view, now):
         facts.add_row(Text(label, style="bold"), Text(value))
     parts: list[Any] = [facts]
-    if view.probe is not None:
+    verdict, silent = view.verdict, view.is_silent(now)
+    if silent:
+        age = _ago(view.age(now))
+        parts.append(Text(f"No record for {age}: the run may have died.", style="bold red"))
+    if verdict is not None:
+        style = {"good": "green", "fair": "yellow", "bad": "bold red"}[verdict.level]
+        parts.append(Text(str(verdict), style=style))
+    if view.probe is not None and view.worst:
         table = Table(title=f"worst modules at step {view.probe.step}", title_justify="left")
-        for heading in ("module", "zeros", "subnormal", "overflowed", "exponent"):
+        for heading in ("module", "may be lost", "subnormal", "overflowed", "exponent"):
             table.add_column(heading, justify="left" if heading == "module" else "right")
         for m in view.worst:
-            shares = (f"{share:.2%}" for share in (m.flushed, m.subnormal, m.overflowed))
-            table.add_row(Text(shorten(m.name, 40)), *shares, str(m.exponent))
+            lost = m.may_have_lost(view.format)
+            shares = (f"{share:.2%}" for share in (m.subnormal, m.overflowed))
+            shown = "all zero" if lost is None else f"{lost:.2%}"
+            table.add_row(Text(shorten(m.name, 40)), shown, *shares, str(m.exponent))
         parts.append(table)
-    return Panel(Group(*parts), title=Text(shorten(view.name, 60)), border_style="dim")
+    alarm = silent or (verdict is not None and verdict.level == "bad")
+    title = Text(shorten(view.name, 60))
+    return Panel(Group(*parts), title=title, border_style="red" if alarm else "dim")
 
 
-def _facts(view: View) -> list[tuple[str, str]]:
+def _facts(view: View, now: float) -> list[tuple[str, str]]:
     last = view.last
     if last is None:
         return [("waiting", "for the first record")]
-    causes = ", ".join(f"{count} {cause}" for cause, count in sorted(view.causes.items()))
+    latest = list(view.window)[-_RATE:]
+    causes = ", ".join(f"{n} {cause}" for cause, n in sorted(view.causes.items()) if n > 0)
+    rate = f", {view.rate:.3g} a second" if view.rate else ""
+    state = "the run has ended" if view.ended else f"{_ago(view.age(now))} ago"
+    scales = sparkline(math.log2(r.scale) for r in latest)
     facts = [
-        ("step", f"{last.step:,}" + (" (the run has ended)" if view.ended else "")),
-        ("scale", f"{last.scale:g} {sparkline(view.scales)}"),
+        ("step", f"{last.step:,}{rate} ({state})"),
+        ("scale", f"{power(last.scale)} {scales}"),
         ("skipped", f"{last.skips:,}" + (f" ({causes})" if causes else "")),
     ]
-    if last.grad_norm is not None:
-        facts.append(("norm", f"{last.grad_norm:.4g} {sparkline(view.norms)}"))
+    for label, name in (("loss", "loss"), ("norm", "grad_norm")):
+        value = getattr(last, name)
+        if value is not None:
+            known = [v for r in latest if (v := getattr(r, name)) is not None and math.isfinite(v)]
+            facts.append((label, f"{value:.4g} {sparkline(known)}"))
     if view.plan is not None:
         facts.append(("plan", f"{shorten(view.plan[1].summary, 80)} (step {view.plan[0]:,})"))
     if view.problems:
@@ -179,54 +283,77 @@ def _facts(view: View) -> list[tuple[str, str]]:
     return facts
 
 
+def _ago(seconds: float | None) -> str:
+    """An age in the unit that fits."""
+    if seconds is None:
+        return "an unknown time"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def watch(
-    path: str | os.PathLike[str],
+    paths: Sequence[str | os.PathLike[str]],
     console: Any,
     *,
     once: bool = False,
     wait: Callable[[], object] = lambda: time.sleep(0.5),
-) -> View:
-    """Show a run until it ends.
+) -> list[View]:
+    """Show runs until all of them have ended.
 
     Args:
-        path: its records; waited for if they are not there yet.
+        paths: their records; waited for if they are not there yet.
         console: a rich ``Console``.
         once: look once and print what is there.
         wait: called between two looks.
 
     Returns:
-        The last view.
+        The last views.
+
+    Raises:
+        OSError: a file is there and may not be read.
     """
+    from rich.console import Group
     from rich.live import Live
 
-    tail, view = Tail(path), View(Path(path).name)
+    pairs = [(Tail(path), View(Path(path).name)) for path in paths]
+    views = [view for _, view in pairs]
+
+    def shown() -> Any:
+        return Group(*(render(view, time.time()) for view in views))
+
     if once or not console.is_terminal:
-        return _follow(tail, view, once, wait, lambda: None, console)
-    with Live(render(view), console=console, auto_refresh=False) as live:
-        return _follow(
-            tail, view, once, wait, lambda: live.update(render(view), refresh=True), None
-        )
+        # Off a terminal only the last view is printed: nobody wants a log of frames.
+        _follow(pairs, once, wait, lambda: None)
+        console.print(shown())
+        return views
+    with Live(shown(), console=console, auto_refresh=False) as live:
+        _follow(pairs, once, wait, lambda: live.update(shown(), refresh=True))
+    return views
 
 
 def _follow(
-    tail: Tail,
-    view: View,
+    pairs: Sequence[tuple[Tail, View]],
     once: bool,
     wait: Callable[[], object],
     show: Callable[[], object],
-    console: Any,
-) -> View:
-    """Off a terminal only the last view is printed: nobody wants a log of frames."""
+) -> None:
     while True:
-        lines = tail.lines()
-        if tail.restarted:
-            view.clear()
-        view.take(lines)
+        added = [_look(tail, view) for tail, view in pairs]
         show()
-        if not lines and (once or view.ended):
-            break
-        if not lines:
+        idle = not any(added)
+        if idle and (once or all(view.ended for _, view in pairs)):
+            return
+        if idle:
             wait()
-    if console is not None:
-        console.print(render(view))
-    return view
+
+
+def _look(tail: Tail, view: View) -> bool:
+    """Take in what was added to a file; whether anything was."""
+    lines = tail.lines()
+    if tail.restarted:
+        view.clear()
+    view.changed = tail.changed
+    view.take(lines)
+    return bool(lines)

@@ -1,17 +1,27 @@
-"""Where records go: a file, a TensorBoard, a W&B run, or a writer of the user's own.
+"""Where records go: a file, a table, a log, TensorBoard, W&B, MLflow, or a writer of one's own.
 
 ``writer_for`` tells them apart by what they can do, not by their class: gradlift depends on none
-of them, and anything that looks alike serves.
+of them, and anything that looks alike serves. What belongs to somebody else may fail; a training
+does not stop for it, see ``Guarded``.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
+import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from gradlift.report.records import JsonlWriter, StepRecord
+from gradlift.formats import FORMATS, Format, get
+from gradlift.report.record_file import JsonlWriter
+from gradlift.report.records import StepRecord, jsonable
+
+COLUMNS = ("step", "scale", "skipped", "cause", "loss", "grad_norm", "clip", "skips", "where",
+           "first_bad", "largest", "time")  # fmt: skip
 
 
 class Writer(Protocol):
@@ -24,84 +34,259 @@ class Writer(Protocol):
         """No more records will come."""
 
 
+class Guarded:
+    """A writer whose failure ends the recording with a warning, and not the training.
+
+    Args:
+        writer: where records go.
+        name: what to call it.
+    """
+
+    def __init__(self, writer: Writer, name: str) -> None:
+        self._writer: Writer | None = writer
+        self._name = name
+
+    def write(self, records: Sequence[StepRecord]) -> None:
+        """Pass the records on, unless it has failed before."""
+        self._try(lambda writer: writer.write(records))
+
+    def close(self) -> None:
+        """Close it, once."""
+        self._try(lambda writer: writer.close())
+        self._writer = None
+
+    def _try(self, do: Any) -> None:
+        if self._writer is None:
+            return
+        try:
+            do(self._writer)
+        except Exception as error:
+            self._writer = None
+            warnings.warn(
+                f"gradlift stopped recording to {self._name}: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class CsvWriter:
+    """A table with the columns of ``COLUMNS``, continued if it exists; probes are left out.
+
+    Args:
+        path: the file; its folder must exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        if not self._path.absolute().parent.is_dir():
+            raise ValueError(f"cannot record to {self._path}: there is no such folder")
+        self._file = open(self._path, "a", newline="", encoding="utf-8")  # noqa: SIM115
+        if self._file.tell() == 0:
+            self._put([COLUMNS])
+
+    def write(self, records: Sequence[StepRecord]) -> None:
+        """A row for each record, on the disk when this returns."""
+        self._put([[_cell(getattr(r, name)) for name in COLUMNS] for r in records])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _put(self, rows: Sequence[Sequence[Any]]) -> None:
+        import csv
+
+        csv.writer(self._file).writerows(rows)
+        self._file.flush()
+
+
+def _cell(value: Any) -> Any:
+    # A spreadsheet takes a text that begins like this for a formula, and names are users' text.
+    if isinstance(value, str) and value[:1] in tuple("=+-@\t\r"):
+        return f"'{value}"
+    return "" if value is None else jsonable(value)
+
+
+class LogWriter:
+    """Lines of a ``logging.Logger``: skips as warnings, plans as info, every step as debug.
+
+    Args:
+        logger: the logger.
+    """
+
+    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+        self._logger = logger
+
+    def write(self, records: Sequence[StepRecord]) -> None:
+        """At most three lines for each record."""
+        for record in records:
+            if record.skipped:
+                why = f" at {_plain(record.where)}" if record.where else ""
+                self._logger.warning(
+                    "step %d skipped: %s%s, scale %g",
+                    record.step, record.cause or "unknown cause", why, record.scale,
+                )  # fmt: skip
+            if record.plan is not None:
+                self._logger.info("step %d: %s", record.step, _plain(record.plan.summary))
+            told = ", ".join(f"{k.removeprefix('gradlift/')} {v:g}" for k, v in totals(record))
+            self._logger.debug("step %d: %s", record.step, told)
+
+    def close(self) -> None:
+        """The logger belongs to the caller."""
+
+
+def _plain(text: str) -> str:
+    """A user's text on one line of a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class ScalarWriter:
     """Passes records on to a TensorBoard ``SummaryWriter``, or anything with its ``add_scalar``.
 
     Args:
-        board: has ``add_scalar(tag, value, step)`` and perhaps ``add_histogram``.
+        board: has ``add_scalar(tag, value, step)``.
+        format: the format that gradients are stored in.
     """
 
-    def __init__(self, board: Any) -> None:
-        self._board = board
+    def __init__(self, board: Any, format: Format) -> None:
+        self._board, self._format = board, format
 
     def write(self, records: Sequence[StepRecord]) -> None:
         """One call for each value."""
         for record in records:
-            for tag, value in scalars(record).items():
+            for tag, value in scalars(record, self._format).items():
                 self._board.add_scalar(tag, value, record.step)
-            if record.modules and hasattr(self._board, "add_histogram"):
-                shares = [module.flushed for module in record.modules]
-                self._board.add_histogram("gradlift/flushed_by_module", _array(shares), record.step)
 
     def close(self) -> None:
         """The board belongs to the caller, and stays open."""
 
 
-class DictWriter:
+class WandbWriter:
     """Passes records on to a W&B run, or anything with its ``log(dict)``.
 
+    W&B gives every ``log`` call a step of its own, and drops what is logged for an earlier one: a
+    row of ours between two of the caller's would cost the caller rows. So ours go into the row
+    that the caller completes next (``commit=False``), with ``gradlift/step`` as their own axis.
+    Of several records between two rows of the caller's the last one's values are kept, and
+    ``gradlift/skips`` counts what happened in between.
+
     Args:
-        run: has ``log(dict)``; the step is in the dict, as ``gradlift/step``, since the caller's
-            own steps may be other ones.
+        run: has ``log(dict)``, and perhaps W&B's ``commit`` and ``define_metric``.
+        format: the format that gradients are stored in.
     """
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: Any, format: Format) -> None:
+        self._run, self._format = run, format
+        self._waits = "commit" in _parameters(run.log)
+        if callable(getattr(run, "define_metric", None)):
+            run.define_metric("gradlift/step", hidden=True)
+            run.define_metric("gradlift/*", step_metric="gradlift/step")
 
     def write(self, records: Sequence[StepRecord]) -> None:
-        """One call for each record."""
-        for record in records:
-            self._run.log({"gradlift/step": record.step, **scalars(record)})
+        """One call for each record; with W&B one for all of them."""
+        rows = [{"gradlift/step": r.step, **scalars(r, self._format)} for r in records]
+        if not self._waits:
+            for row in rows:
+                self._run.log(row)
+        elif rows:
+            merged = {key: value for row in rows for key, value in row.items()}
+            merged["gradlift/skipped"] = max(row["gradlift/skipped"] for row in rows)
+            self._run.log(merged, commit=False)
 
     def close(self) -> None:
         """The run belongs to the caller, and stays open."""
 
 
-def writer_for(target: Any, about: Mapping[str, Any] | None = None) -> Writer:
-    """A writer for a path, a TensorBoard-like object or a W&B-like one; a writer as it is."""
+class MetricsWriter:
+    """Passes records on to ``log_metrics(dict, step=)``, as ``mlflow`` and Lightning loggers have.
+
+    Args:
+        target: has ``log_metrics``.
+        format: the format that gradients are stored in.
+    """
+
+    def __init__(self, target: Any, format: Format) -> None:
+        self._target, self._format = target, format
+
+    def write(self, records: Sequence[StepRecord]) -> None:
+        """One call for each record."""
+        for record in records:
+            self._target.log_metrics(scalars(record, self._format), step=record.step)
+
+    def close(self) -> None:
+        """It belongs to the caller."""
+
+
+def writer_for(
+    target: Any, about: Mapping[str, Any] | None = None, first_step: int | None = None
+) -> Writer:
+    """A writer for whatever ``record_to`` was given; see there.
+
+    Args:
+        target: a path, or an object that takes values.
+        about: JSON-able facts about the run.
+        first_step: number of the next step, where the caller knows it.
+    """
     if isinstance(target, (str, os.PathLike)):
-        return JsonlWriter(target, about)
+        if Path(target).suffix.lower() == ".csv":
+            return Guarded(CsvWriter(target), str(target))
+        return JsonlWriter(target, about, first_step)
+    return Guarded(_foreign(target, _format_of(about)), f"a {type(target).__name__}")
+
+
+def _foreign(target: Any, format: Format) -> Writer:
+    if isinstance(target, (logging.Logger, logging.LoggerAdapter)):
+        return LogWriter(target)
     if callable(getattr(target, "add_scalar", None)):
-        return ScalarWriter(target)
+        return ScalarWriter(target, format)
+    if callable(getattr(target, "log_metrics", None)):
+        return MetricsWriter(target, format)
     if callable(getattr(target, "log", None)):
-        return DictWriter(target)
-    is_writer = callable(getattr(target, "write", None)) and callable(
-        getattr(target, "close", None)
-    )
-    if is_writer and not isinstance(target, io.IOBase):
+        return WandbWriter(target, format)
+    if _is_writer(target):
         return target
     raise ValueError(
-        "record_to takes a path, an object with add_scalar(tag, value, step) or one with "
-        f"log(dict), got {target!r}"
+        "record_to takes a path, a logging.Logger, or an object with add_scalar(tag, value, step), "
+        "log_metrics(dict, step=), log(dict), or write(records) and close(); got "
+        f"{target!r}"
     )
 
 
-def scalars(record: StepRecord) -> dict[str, float]:
-    """The numbers of a record under the names that TensorBoard and W&B get."""
-    found = {"gradlift/scale": record.scale, "gradlift/skipped": float(record.skipped)}
-    for name in ("grad_norm", "clip"):
-        if getattr(record, name) is not None:
-            found[f"gradlift/{name}"] = getattr(record, name)
-    for module in record.modules:
-        found[f"gradlift/flushed/{module.name}"] = module.flushed
-        found[f"gradlift/exponent/{module.name}"] = module.exponent
-    return found
+def _is_writer(target: Any) -> bool:
+    has = all(callable(getattr(target, name, None)) for name in ("write", "close"))
+    return has and not isinstance(target, io.IOBase)
 
 
-def _array(values: list[float]) -> Any:
-    """TensorBoard wants an array; without numpy there is no TensorBoard either."""
+def _format_of(about: Mapping[str, Any] | None) -> Format:
+    name = str((about or {}).get("format"))
+    return get(name if name in FORMATS else "float16")
+
+
+def _parameters(function: Any) -> frozenset[str]:
     try:
-        import numpy
-    except ImportError:
-        return values
-    return numpy.asarray(values)
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def totals(record: StepRecord) -> list[tuple[str, float]]:
+    """The numbers of a step, under the names that others get; what is not known is left out."""
+    known = {
+        "scale": record.scale,
+        "skipped": float(record.skipped),
+        "skips": float(record.skips),
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "clip": record.clip,
+    }
+    return [(f"gradlift/{name}", value) for name, value in known.items() if value is not None]
+
+
+def scalars(record: StepRecord, format: Format) -> dict[str, float]:
+    """``totals``, and at a probe each module's exponent and what its gradient may have lost."""
+    found = dict(totals(record))
+    for module in record.modules:
+        lost = module.may_have_lost(format)
+        found[f"gradlift/exponent/{module.name}"] = module.exponent
+        if lost is not None:
+            found[f"gradlift/lost/{module.name}"] = lost
+    return found

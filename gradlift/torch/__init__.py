@@ -13,6 +13,7 @@ except ImportError as error:
 from gradlift.torch.adaptive_scaler import AdaptiveGradScaler
 from gradlift.torch.captured_step import CapturedStep
 from gradlift.torch.diagnose import diagnose
+from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.two_pass.master_weights import MasterWeights
 from gradlift.torch.uneven_inputs import UnevenInputs
@@ -20,6 +21,7 @@ from gradlift.torch.uneven_inputs import UnevenInputs
 __all__ = [
     "AdaptiveGradScaler",
     "CapturedStep",
+    "ForwardGuard",
     "GradScaler",
     "MasterWeights",
     "UnevenInputs",

@@ -36,6 +36,7 @@ from gradlift.torch.adaptive.adaptive_state import STATE_KEY
 from gradlift.torch.adaptive.controller import DELAY, Controller
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.model_identity import is_same
+from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.scaler import GradScaler
@@ -44,7 +45,8 @@ from gradlift.zhao2019 import Zhao2019
 
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
 # overflows again is lost, and a probe brings the scale back a few steps later.
-BACKOFF = 2.0**-4
+BACKOFF_BITS = 4
+BACKOFF = 2.0**-BACKOFF_BITS
 
 ANOTHER_MODEL = (
     "gradlift: the state was saved with another model: its modules, or the shapes of its "
@@ -74,7 +76,7 @@ class AdaptiveGradScaler(GradScaler):
         device: a device type, as for ``torch.amp.GradScaler``.
         format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
             that of the gradients of Linear and Conv outputs.
-        tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
+        tolerance: fraction of a gradient's magnitude that may be flushed to zero.
         headroom: bits to keep free above the largest gradient seen.
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step. At 2^8 true gradients from 2^-32 to 2^7 are in
@@ -87,6 +89,7 @@ class AdaptiveGradScaler(GradScaler):
         enabled: if False every method passes its input through.
         linear: autograd Functions of the user's that are linear in their gradient; any other
             written in Python holds its part of the model at the global scale.
+        forward: ``"mend"`` or a ``ForwardGuard``, as for ``GradScaler``.
         process_group: the ranks that must decide alike, as for ``GradScaler``. In a job of
             several ranks a model that implies none is refused at the first step.
     """
@@ -107,6 +110,7 @@ class AdaptiveGradScaler(GradScaler):
         enabled: bool = True,
         linear: Iterable[type] = (),
         process_group: Any = None,
+        forward: str | ForwardGuard | None = None,
     ) -> None:
         settings.check_adaptive(model, interval, init_scale, layerwise, rule)
         check_limits(tolerance, headroom)
@@ -119,9 +123,14 @@ class AdaptiveGradScaler(GradScaler):
             max_scale=2.0**96,
         )
         super().__init__(
-            device, enabled=enabled, policy=policy, model=model, process_group=process_group
+            device,
+            enabled=enabled,
+            policy=policy,
+            model=model,
+            process_group=process_group,
+            forward=forward,
         )
-        pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule)
+        pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule, BACKOFF_BITS)
         self._closed = False
         self._control(pilot, model, linear, emulate)
         if self._enabled:
@@ -300,8 +309,8 @@ class AdaptiveGradScaler(GradScaler):
             self._load_scale(rest)
             return
         saved = adaptive_state.read(state_dict[STATE_KEY])
-        controller = self._controller
         checkpoint.read(rest, self.policy)
+        controller = self._controller
         if saved.model is not None and not is_same(saved.model, controller.engine.model):
             warnings.warn(ANOTHER_MODEL, stacklevel=2)
             self._load_scale(rest)

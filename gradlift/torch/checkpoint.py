@@ -6,6 +6,7 @@ loads here. A state is checked whole before anything is changed.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,11 @@ class Loaded(NamedTuple):
     growth_tracker: int
     hysteresis_tracker: int
     skipped_steps: int
+    steps: int | None
+    """Updates so far; None in states that do not tell."""
     scheduler_flags: list[list[bool]]
+    mended: dict[str, str]
+    """Modules that a ``ForwardGuard`` runs mended, and why."""
 
 
 def write(policy: Policy, scale: float, growth_tracker: int, own: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +69,9 @@ def read(state: Any, policy: Policy) -> Loaded:
         found["_growth_tracker"],
         own.get("hysteresis_tracker", policy.hysteresis),
         own.get("skipped_steps", 0),
+        own.get("steps"),
         own.get("scheduler_flags", []),
+        own.get("mended", {}),
     )
 
 
@@ -89,7 +96,18 @@ _ADVICE = (
     "nothing has been changed: load another checkpoint, or none, and the scale starts at init_scale"
 )
 _SCALE = schema.number(SMALLEST_SCALE, LARGEST_SCALE)
-_COUNT = schema.whole(0, 2**31 - 1)
+# The counters are int32, and go on from here.
+_COUNT = schema.whole(0, 2**30)
+
+
+def _mended(value: Any) -> dict[str, str]:
+    """One string, of JSON: torch.distributed.checkpoint takes dicts apart, and loads what a fresh
+    scaler has too."""
+    try:
+        found = json.loads(schema.text(value))
+    except (ValueError, RecursionError):
+        raise Mismatch("JSON", value) from None
+    return schema.dict_of(schema.text, schema.text)(found)
 
 
 def _own(**own: Any) -> dict[str, Any]:
@@ -109,9 +127,12 @@ _OWN = schema.versioned(
         consecutive_hysteresis=schema.flag,
         min_scale=_SCALE,
         max_scale=_SCALE,
-        hysteresis_tracker=_COUNT,
+        hysteresis_tracker=schema.whole(0, 2**31 - 1),
         skipped_steps=_COUNT,
         scheduler_flags=schema.list_of(schema.list_of(schema.flag, most=DELAY)),
+        # Of old, steps were not counted, and the forward pass was left as it was.
+        steps=Since(_COUNT, None),
+        mended=Since(_mended, {}),
     )
 )
 

@@ -21,6 +21,7 @@ but it takes nothing on trust from it. The work is done by parts that know no sc
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import abc
 from collections.abc import Callable, Iterable
@@ -32,7 +33,11 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import Dynamic, Policy
 from gradlift.torch import checkpoint, settings
+from gradlift.torch.forward.cause import Cause
+from gradlift.torch.forward.guard import ForwardGuard
+from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks.agreement import Agreement
+from gradlift.torch.ranks.shared_cause import first_of
 from gradlift.torch.settings import DEFAULTS
 from gradlift.torch.step import after_step, closures, grads, later_backward, ways
 from gradlift.torch.step.alarms import Alarms
@@ -44,6 +49,7 @@ from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Report
 from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.recorder import Recorder, open_recorder
+from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE
 
 
 def _of_part(part: str, name: str) -> Any:
@@ -107,6 +113,8 @@ class GradScaler(torch.amp.GradScaler):
         process_group: the ranks that must decide alike: a process group, or a ``DeviceMesh`` of
             any shape. By default the widest that DTensor parameters, or a DDP or FSDP wrapper
             given as ``model``, imply; for plain parameters that is none, and nothing is sent.
+        forward: ``"mend"``, or a ``ForwardGuard`` of the model's: modules whose output leaves
+            float16's range run so that it cannot, from the next step on.
     """
 
     def __init__(
@@ -129,6 +137,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16_grads: bool = False,
         clear_grads_on_skip: bool = False,
         process_group: Any = None,
+        forward: str | ForwardGuard | None = None,
     ) -> None:
         numbers = {
             "init_scale": init_scale,
@@ -160,6 +169,8 @@ class GradScaler(torch.amp.GradScaler):
         self._recorders: tuple[Recorder, ...] = ()
         self._allow_fp16_grads = allow_fp16_grads
         self._clear_grads_on_skip = clear_grads_on_skip
+        guard = settings.forward_guard(forward, model) if self._enabled else None
+        self._search = CauseSearch(self._overflows, guard)
         self._check = self._new_check()
 
     def _new_check(self) -> GradCheck:
@@ -253,9 +264,10 @@ class GradScaler(torch.amp.GradScaler):
             if scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
                 scale = self._device_scale.require("scale").scale
-            compiling = torch.compiler.is_compiling()
-            if self._steps.entries and not (compiling or self._losses.in_closure):
-                later_backward.note(self._check)
+            if not torch.compiler.is_compiling():
+                if self._steps.entries and not self._losses.in_closure:
+                    later_backward.note(self._check)
+                self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
         if isinstance(outputs, abc.Iterable):
@@ -274,10 +286,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._check.ready(optimizer, "unscale_")
+        self._ready(optimizer, "unscale_")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.refresh(self._check, known)
+            later_backward.heed(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -290,6 +302,16 @@ class GradScaler(torch.amp.GradScaler):
         known.entry["stage"] = OptState.UNSCALED
         if not torch.compiler.is_compiling():
             known.optimizer = weakref.ref(optimizer)
+
+    def _ready(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
+        self._check.ready(optimizer, caller)
+        if self._search.is_watching:
+            found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
+            self._search.end(found, self._share_cause)
+
+    def _share_cause(self, found: Cause | None) -> Cause | None:
+        ranks = self._agreement.ranks
+        return found if ranks is None else first_of(found, ranks, self._device_scale.device)
 
     # Step.
 
@@ -322,10 +344,10 @@ class GradScaler(torch.amp.GradScaler):
             return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
         self._outcome.known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
-            self._check.ready(optimizer, "step")
+            self._ready(optimizer, "step")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.refresh(self._check, known)
+            later_backward.heed(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is None:
@@ -379,7 +401,14 @@ class GradScaler(torch.amp.GradScaler):
             bad_loss: 0-d float32: how many of them had a bad loss.
         """
         for recorder in self._recorders:
-            recorder.note(self._device_scale, found, bad_loss, self._outcome)
+            recorder.note(
+                self._device_scale,
+                found,
+                bad_loss,
+                self._outcome,
+                self._losses.total,
+                self._search.found_now,
+            )
         if new_scale is None:
             self._device_scale.update_(found, bad_loss)
         else:
@@ -387,6 +416,7 @@ class GradScaler(torch.amp.GradScaler):
         self._steps.reset()
         self._losses.end_iteration()
         if not torch.compiler.is_compiling():
+            self._search.end_step()
             self._look_after()
 
     def _look_after(self) -> None:
@@ -395,7 +425,10 @@ class GradScaler(torch.amp.GradScaler):
             self._agreement.verify()
         scale = self._device_scale
         assert scale.counts is not None
-        self._alarms.sound(scale.readback.tick(scale.counts), self)
+        counts = scale.readback.tick(scale.counts)
+        if counts is not None:
+            self._alarms.sound(counts, self)
+            self._search.consider(counts[BAD_LOSS], counts[CONSECUTIVE])
 
     # What happened.
 
@@ -431,21 +464,54 @@ class GradScaler(torch.amp.GradScaler):
         in the optimizer's order; empty if there was none."""
         return self._overflows.report()
 
+    @property
+    def last_cause(self) -> Cause | None:
+        """Where the last bad number began that no scale could mend: module or tensor, operation,
+        and what helps. Looked for after a loss that was not finite, and after three skipped steps
+        in a row, in the step that follows; None before any was found."""
+        return self._search.last
+
+    @property
+    def forward_guard(self) -> ForwardGuard | None:
+        """What mends the forward pass; None if nothing does."""
+        return self._search.guard
+
+    def explain(self, compute_loss: Callable[[], Tensor]) -> Cause | None:
+        """Take a step as it would be taken now, and say what breaks it; None if nothing does.
+
+        Forward and backward run, watched and uncompiled; gradients stay as they are, and so do
+        the weights, but random numbers are drawn and buffers move. Waits for the device.
+
+        Args:
+            compute_loss: runs the forward pass, autocast and all, and returns the loss.
+        """
+        model = self._overflows.model
+        if model is None:
+            raise ValueError("explain needs the model: GradScaler(..., model=model)")
+        scale = self.get_scale() if self._enabled else 1.0
+        return self._search.explain(compute_loss, scale, list(model.parameters()))
+
     # Steps after which all is known of a step that a record of it tells.
     _record_delay = 0
     _gradient_format = "float16"
 
-    def record_to(self, path_or_writer: Any, every: int = 1) -> Recorder:
-        """Record every n-th step from now on: scale, skip and its cause, norm, clipping, probes.
+    def record_to(
+        self, path_or_writer: Any, every: int = 1, *, step: int | None = None
+    ) -> Recorder:
+        """Record every n-th step from now on: scale, skip and its cause, loss, norm, clipping,
+        probes.
 
         Values leave the device in batches, and nothing waits for them. Several calls record to
         several places. With several ranks a path is written by rank 0 alone, unless it holds
         ``{rank}``.
 
         Args:
-            path_or_writer: a file of JSON lines, continued if it exists; or an object with
-                TensorBoard's ``add_scalar``, or with W&B's ``log(dict)``.
+            path_or_writer: a file of JSON lines, continued if it exists, or a table if it ends in
+                ``.csv``; a ``logging.Logger``; or an object with TensorBoard's ``add_scalar``,
+                W&B's ``log``, MLflow's ``log_metrics``, or ``write(records)`` and ``close()``.
             every: record each n-th step.
+            step: number of the next step. By default the steps of this scaler are counted, those
+                before a checkpoint that was loaded included.
 
         Returns:
             The recorder. Its ``close()`` writes what is under way and ends it; so do the end of
@@ -458,7 +524,9 @@ class GradScaler(torch.amp.GradScaler):
             delay=self._record_delay,
             device_type=self._device,
             about={"scaler": type(self).__name__, "format": self._gradient_format},
+            first_step=self._device_scale.steps_taken() if step is None else step,
         )
+        self._losses.keeps_total = True
         # Runs when the scaler is gone, at the end of the process at the latest.
         weakref.finalize(self, made.close)
         self._recorders = (*self._recorders, made)
@@ -512,6 +580,8 @@ class GradScaler(torch.amp.GradScaler):
         own = {
             "hysteresis_tracker": self._device_scale.hysteresis_left(),
             "skipped_steps": self._device_scale.skipped_steps(),
+            "steps": self._device_scale.steps_taken() or 0,
+            "mended": json.dumps(self._search.mended),
             "scheduler_flags": self._clocks.pending(),
         }
         return checkpoint.write(self.policy, self.get_scale(), self._get_growth_tracker(), own)
@@ -527,6 +597,7 @@ class GradScaler(torch.amp.GradScaler):
                 "from a disabled instance of GradScaler."
             )
         loaded = checkpoint.read(state_dict, self.policy)
+        self._search.load(loaded.mended)  # the last that may refuse
         self._agreement.loads += 1
         self._device_scale.load(
             loaded.policy,
@@ -534,6 +605,7 @@ class GradScaler(torch.amp.GradScaler):
             loaded.growth_tracker,
             loaded.hysteresis_tracker,
             loaded.skipped_steps,
+            loaded.steps,
         )
         self._clocks = after_step.SchedulerClocks(loaded.scheduler_flags)
         self._alarms.restart()

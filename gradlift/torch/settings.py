@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gradlift.policy import Dynamic, Policy, Static
+from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.zhao2019 import resolve
 
 
@@ -46,6 +47,17 @@ def check_device(device: Any) -> None:
             f"device must be a device type that torch knows: 'cuda' for NVIDIA and AMD GPUs, "
             f"'cpu', or that of another accelerator, got {device!r}"
         ) from None
+
+
+def forward_guard(forward: Any, model: torch.nn.Module | None) -> ForwardGuard | None:
+    """What ``forward=`` asks for."""
+    if forward is None or isinstance(forward, ForwardGuard):
+        return forward
+    if forward != "mend":
+        raise ValueError(f'forward must be "mend", a ForwardGuard or None, got {forward!r}')
+    if model is None:
+        raise ValueError('forward="mend" needs the model: GradScaler(..., model=model)')
+    return ForwardGuard(model)
 
 
 def check_extras(model: Any, **flags: Any) -> None:

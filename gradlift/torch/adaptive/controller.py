@@ -184,7 +184,7 @@ class Controller:
             self.step_number,
             survey,
             overflowed=self._overflowed_anywhere(ranks) if asks else [],
-            blind=self.pilot.plan is None and not self._can_watch(arrived),
+            blind=self.pilot.plan is None and (arrived.probed or not self._can_watch(arrived)),
         )
         if shift:
             self._scale.shift_(shift)
@@ -208,6 +208,8 @@ class Controller:
         """What a recorder cannot see for itself: probes, and plans with their reason."""
         modules = arrived.modules(record.exponent, self.engine) if probed else ()
         moved = shift or self.pilot.offsets != self.engine.offsets
+        if record.amax is not None:
+            recorder.measured(self.step_number - record.step, record.amax)
         if modules:
             recorder.probed(self.step_number - record.step, modules)
         if moved and self.pilot.plan is not None:
@@ -239,8 +241,9 @@ class Controller:
         """Make the next step a probe, unless one is on its way or exponents are pinned."""
         waiting = any(pending.probed for pending in self.pending)
         # Ranks tell each other of unplanned graphs first, see ``_share``.
-        unplanned = self.engine.unplanned and not self._has_ranks
-        due = self.step_number >= self.pilot.next_probe or unplanned
+        if self.engine.unplanned and not self._has_ranks and not waiting:
+            self.pilot.met_unplanned(self.step_number)
+        due = self.step_number >= self.pilot.next_probe
         if due and not waiting and not self.engine.pins:
             self.engine.probe()
 
@@ -333,7 +336,7 @@ class Controller:
             self._planned_at = self.step_number
         # A graph that was unplanned before the latest plan may well be in it.
         if agreed is not None and agreed.unplanned and arrived.step > self._planned_at:
-            self._probe_by(self.step_number + 1)
+            self.pilot.met_unplanned(self.step_number + 1)
         return agreed is None or not agreed.disputed
 
     def _can_watch(self, arrived: Pending) -> bool:

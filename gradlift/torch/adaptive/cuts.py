@@ -8,11 +8,12 @@ it and nothing is ever left on the model, its parameters or its modules::
                 global scale, in the leaf's own dtype and before any hook of the user's
     Root        on the scaled loss: opens the gate of its graph for one backward pass
 
-A gate holds the number of the pass in which its graph's hooks may act. Every node of an armed
-graph runs after its root, so the root decides for all of them: it looks at how the pass was
-started, and if anything is not as it was when the graph was armed, the gate stays shut and the
-pass runs neutral, which is always right. Hooks whose graph was never armed have no gate; a pass
-that does not go through the scaled loss, a pass inside a pass, and a later pass find it shut.
+A gate holds the numbers of the passes in which its graph's hooks may act: a graph that was kept
+may run in two threads at once, or in a hook of its own pass. Every node of an armed graph runs
+after its root, so the root decides for all of them: it looks at how the pass was started, and if
+anything is not as it was when the graph was armed, the gate stays shut for it and the pass runs
+neutral, which is always right. Hooks whose graph was never armed have no gate; a pass that does
+not go through the scaled loss finds it shut.
 
 Ownership goes down the graph: a root may hold nodes below it, but a cut holds only its gate,
 and a gate no node. A cycle through C++ nodes would never be freed.
@@ -20,7 +21,7 @@ and a gate no node. A cycle through C++ nodes would never be freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -48,25 +49,33 @@ class Recorder(Protocol):
 
 
 class Gate:
-    """Says in which backward pass the hooks of one armed graph may act."""
+    """Says in which backward passes the hooks of one armed graph may act."""
 
-    __slots__ = ("__weakref__", "closed", "probe", "task")
+    __slots__ = ("__weakref__", "closed", "passes", "probe")
 
     def __init__(self, probe: Recorder | None) -> None:
-        self.task = passes.NO_TASK
+        self.passes: set[int] = set()
+        """The passes under way that a root has let through."""
         self.closed: str | None = None
         """Why this graph stays neutral until it is armed again."""
         self.probe = probe
 
     def is_open(self) -> bool:
-        """Whether the running backward pass is the one that the root let through."""
-        return self.task != passes.NO_TASK and self.task == passes.current_task()
+        """Whether the running backward pass is one that a root has let through."""
+        return bool(self.passes) and passes.current_pass() in self.passes
+
+    def open(self) -> None:
+        """Lets the running pass through, to its end. One that raises never ends: its number,
+        which no other pass will have, stays."""
+        number = passes.current_pass()
+        self.passes.add(number)
+        passes.at_end(lambda: self.passes.discard(number))
 
 
 class Cut:
     """A tensor hook on a module's output. Does nothing until its graph is armed."""
 
-    __slots__ = ("differentiated", "gate", "names", "number", "row", "shift", "spread")
+    __slots__ = ("differentiated", "gate", "hooks", "names", "number", "row", "shift", "spread")
     # torch.save would warn about a hook on the tensor; there is nothing to serialize.
     __torch_unserializable__ = True
 
@@ -79,6 +88,8 @@ class Cut:
         """Whether the tensor lies on several ranks (a DTensor)."""
         self.differentiated = False
         """Whether a gradient that passed here became part of a graph itself (create_graph)."""
+        self.hooks: Callable[[], Mapping[int, Any] | None] = lambda: None
+        """The hooks on the same tensor, this one among them, as long as the graph lives."""
         self.gate: Gate | None = None
         self.shift = 0
         self.row: int | None = None
@@ -96,6 +107,15 @@ class Cut:
 
     def arm(self, gate: Gate, shift: int) -> None:
         self.gate, self.shift, self.row = gate, shift, None
+
+
+def add_name(names: list[tuple[str, int]], module: str, output: int) -> None:
+    """Adds (module, output) to a cut's names, unless it has one of that module.
+
+    A module whose output links to its earlier ones returns the same tensor many times.
+    """
+    if all(known != module for known, _ in names):
+        names.append((module, output))
 
 
 class LeafReturn:
@@ -145,6 +165,11 @@ class Root:
         self.marks = marks
         self.on_neutral = on_neutral
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass over its graph has begun and not ended."""
+        return self.gate is not None and bool(self.gate.passes)
+
     def __call__(self, grad: torch.Tensor | None) -> None:
         gate = self.gate
         # Compiled autograd traces hooks, and sees neither who started the pass nor its number.
@@ -154,7 +179,7 @@ class Root:
             gate.closed = DIFFERENTIATED
         reason = gate.closed or (BATCHED if is_batched(grad) else unlike_armed(gate, self.marks))
         if reason is None:
-            gate.task = passes.current_task()
+            gate.open()
         else:
             self.on_neutral(reason)
 
@@ -181,8 +206,11 @@ def makes_a_graph() -> bool:
 def is_batched(grad: torch.Tensor | None) -> bool:
     """Whether many gradients run as one under vmap; the hooks could not look at them."""
     functorch = getattr(torch._C, "_functorch", None)
-    batched = getattr(functorch, "is_legacy_batchedtensor", None)
-    return grad is not None and batched is not None and batched(grad)
+    legacy = getattr(functorch, "is_legacy_batchedtensor", None)
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
+    if transforms is not None and transforms():
+        return True
+    return grad is not None and legacy is not None and legacy(grad)
 
 
 def unlike_armed(gate: Gate, marks: Marks) -> str | None:
@@ -252,9 +280,12 @@ def _worth_its_gaps(grad: torch.Tensor) -> bool:
 
 
 def _product(grad: torch.Tensor, shift: int) -> torch.Tensor:
+    if grad.is_complex() and grad.layout == torch.strided:
+        # By its parts: a product of complex numbers has sums in it.
+        return torch.view_as_complex(_product(torch.view_as_real(grad.resolve_conj()), shift))
     exact = _FLOAT16_FACTORS if grad.dtype == torch.float16 else _FLOAT32_FACTORS
     if shift in exact:
         return grad * 2.0**shift
     half = shift // 2
-    wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
+    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
     return ((wide * 2.0**half) * 2.0 ** (shift - half)).to(grad.dtype)

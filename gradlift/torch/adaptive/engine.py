@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,17 @@ from gradlift.torch.ranks.reductions import gathered_parameters
 
 # As far as two exponents of a plan can be apart.
 LARGEST_OFFSET = 120
+
+# Losses after which a pinned module that was never called is told of: networks that train in turn
+# have several.
+_PATIENCE = 8
+
+NOT_ITS_OWN = "the loss does not come from the watched model, the one given to the scaler"
+NO_OUTPUT = (
+    "no output of the model's modules is in the graph of the loss, which uses the parameters "
+    "directly or through TorchScript"
+)
+UNDER_WAY = "a backward pass over a part of this graph is under way"
 
 _engines = itertools.count()
 
@@ -70,6 +81,8 @@ class Engine:
         """Why the last armed graph or backward pass ran at the global scale throughout."""
         self.unplanned = False
         """Whether a graph came along that the plan was not made for; a probe clears it."""
+        self.blind: str | None = None
+        """Why the last probe met no module's output; None if it did, or had nothing to look at."""
         self.wide: frozenset[str] = frozenset()
         """Parameters whose gradients the last probe that met them saw computed in float32, if not
         all of its were."""
@@ -87,6 +100,8 @@ class Engine:
         self._out_of_reach = False
         self._closed = False
         self._said: set[str] = set()
+        self._uncalled: dict[str, int] = {}
+        """Pinned modules that have not been called, and how many losses went by without them."""
 
     # What to run at.
 
@@ -109,6 +124,7 @@ class Engine:
                     f"and {pins[first[name]]} is not {offset}"
                 )
         self._pins = pins
+        self._uncalled = dict.fromkeys(pins, 0)
         self._refresh()
         self._tell_compiled()
 
@@ -159,10 +175,22 @@ class Engine:
         if probe is not None:
             self._refresh()
             self.unplanned = False
+            self._note_sight(probe)
             if self._compiled is not None:
                 self._compiled.end_probe(seen=not probe.empty)
             probe.send()
         return probe
+
+    def _note_sight(self, probe: Probe) -> None:
+        """Judged over all of a step's losses: one of them may well be a penalty on weights."""
+        if probe.passed_cuts:
+            self.blind = None
+        elif probe.rows:
+            own = any(row.key in self._names.of_parameter.values() for row in probe.rows)
+            self.blind = NO_OUTPUT if own else NOT_ITS_OWN
+            self._say(
+                self.blind, "nothing can be measured there, and the scale follows torch's rule"
+            )
 
     @property
     def probing(self) -> bool:
@@ -282,6 +310,7 @@ class Engine:
         """Takes note of what a module returned, if it is one of the model's."""
         name = self._names.of_module.get(id(module))
         if name is not None:
+            self._uncalled.pop(name, None)
             self._outputs.cut(name, output)
 
     # Arming.
@@ -314,6 +343,10 @@ class Engine:
         found, old = self._armed.walk([edge for _, edges in new for edge in edges])
         if self._missed(found):
             return
+        if any(root.under_way for root in old):
+            # Its cuts are in use; the new loss has no root, and its pass will find them shut.
+            self.neutral = UNDER_WAY
+            return
         keys = keys_of(found)
         if self._compiled is not None and self._probe is not None:
             self._compiled.hold(found)
@@ -343,8 +376,8 @@ class Engine:
 
     def _assign(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
         self.active, self.neutral = (), None
-        if not found.cuts and not self._owns_a_leaf(found):
-            self._say("the loss does not come from the watched model, the one given to the scaler")
+        if not found.cuts and not self.probing and not self._owns_a_leaf(found):
+            self._say(NOT_ITS_OWN)
         if is_differentiated(found):
             self.neutral = DIFFERENTIATED
             assignment = Assignment([0] * found.components)
@@ -354,11 +387,20 @@ class Engine:
             assignment = from_plan(found, keys, self._plan)
         else:
             assignment = Assignment([0] * found.components)
-        for sentence in assignment.refused:
+        for sentence in (*assignment.refused, *self._never_called()):
             self._say(sentence, whole=False)
         if assignment.unplanned is not None:
             self.neutral = f"the graph is not the planned one: {assignment.unplanned}"
         return assignment
+
+    def _never_called(self) -> Iterator[str]:
+        if self._compiled is not None:
+            # What runs in compiled code is not seen.
+            return
+        for name in self._uncalled:
+            self._uncalled[name] += 1
+            if self._uncalled[name] == _PATIENCE:
+                yield f"{name!r} is pinned, but never called: the pin does nothing"
 
     def _owns_a_leaf(self, found: Walk) -> bool:
         own = self._names.of_parameter
@@ -384,12 +426,14 @@ class Engine:
                 self.wide = wide
             self._probe.attach_rounded(found, offsets, gate, self._marks.rounded)
 
-    def _say(self, reason: str, *, whole: bool = True) -> None:
+    def _say(
+        self, reason: str, so: str = "gradients stay at the global scale", *, whole: bool = True
+    ) -> None:
         if whole:
             self.neutral = reason
         if reason not in self._said:
             self._said.add(reason)
-            ending = "; gradients stay at the global scale" if whole else ""
+            ending = f"; {so}" if whole else ""
             warnings.warn(f"gradlift: {reason}{ending}", stacklevel=2)
 
 

@@ -90,7 +90,7 @@ def from_plan(
             other = seen.setdefault(edge.upstream, key)
             if plan[other] != plan[key]:
                 return _unplanned(walk, f"{other!r} and {key!r} are joined now")
-            if edge.upstream not in walk.held:
+            if not walk.is_held(edge.upstream):
                 offsets[edge.upstream] = plan[key]
     return Assignment(offsets)
 

@@ -19,23 +19,22 @@ overflow at the global scale, as it would without cuts. The planner is told of t
 ``survey.py``), and chooses a global exponent that serves them.
 
 Held at the global scale, with the reason in ``Walk.held``: the loss's component; components
-with an autograd Function written in Python or C++ by others, which may do anything to its
-gradient; components that feed a leaf of a dtype that nobody plans for; and components of DTensors,
-whose ops may add up gradients of several ranks, which would have to be at one exponent in every
-pass.
+with something that may not be linear (``linearity.py``); components that feed a leaf of a dtype
+that nobody plans for; and components of DTensors, whose ops may add up gradients of several ranks,
+which would have to be at one exponent in every pass. Components in which a hook of the user's at a
+module's output may change the gradient are held as well, but not against a pin: whoever pins a
+module's output chooses what its hooks see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
-Node = Any
-"""A ``torch.autograd.graph.Node``; torch gives each C++ node a class of its own."""
+from gradlift.torch.adaptive.linearity import Node, hooked_around, is_hooked, not_linear
 
 
 def _accumulation_type() -> type:
@@ -57,17 +56,6 @@ LEAF_DTYPES = frozenset(
         torch.complex128,
     }
 )
-
-# Functions known to be linear in their gradient, though written in Python: module and name.
-# Those that exchange gradients between ranks are not here: the ranks would have to agree on
-# the exponent of every pass.
-LINEAR = {
-    ("torch.distributed.fsdp._fully_shard._fsdp_state", "RegisterPreBackwardFunction"),
-    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "RegisterPostBackwardFunction"),
-    ("torch.nn.parallel.distributed", "_DDPSink"),
-    ("torch.nn.modules._functions", "CrossMapLRN2d"),
-}
-
 
 SPREAD = "its tensors are spread over ranks, which exchange their gradients"
 
@@ -103,6 +91,12 @@ class Walk:
     """Component to the reason why it stays at the global scale."""
     cut_slots: Mapping[Node, Mapping[int, Any]]
     """The cuts on a node, by slot, for nodes that have any."""
+    hooked: frozenset[int] = frozenset()
+    """Components with a hook of the user's at a module's output, which no plan may move."""
+
+    def is_held(self, component: int) -> bool:
+        """Whether a plan leaves a component at the global scale."""
+        return component in self.held or component in self.hooked
 
 
 class DisjointSets:
@@ -209,6 +203,7 @@ class _Search:
             if self.cuts[node][slot].spread:
                 held.setdefault(find(index[node]), SPREAD)
         self._join_uses_of_a_leaf(held)
+        hooked = frozenset(map(find, self._hooked()))
         number = {root: n for n, root in enumerate(sorted({find(i) for i in index.values()} | {0}))}
         return Walk(
             list(index),
@@ -224,7 +219,17 @@ class _Search:
             ],
             {number[find(component)]: reason for component, reason in held.items()},
             self.cuts,
+            frozenset(number[component] for component in hooked),
         )
+
+    def _hooked(self) -> Iterator[int]:
+        for (node, slot), source in self.feeds.items():
+            cut = self.cuts[node][slot]
+            before, after = hooked_around(cut.hooks(), cut)
+            if before:
+                yield source
+            if after or is_hooked(node):
+                yield self.index[node]
 
     def _leaf(self, node: Node) -> torch.Tensor:
         leaf = self.ends.get(node)
@@ -238,26 +243,12 @@ class _Search:
                 self.sets.join(first.setdefault(accumulation, own), own)
 
 
-def not_linear(node: Node, linear: frozenset[type]) -> str | None:
-    """Why a node may not be linear in its gradient, or None."""
-    if isinstance(node, BackwardCFunction):
-        function = getattr(node, "_forward_cls", None)
-        if function in linear or (
-            (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in LINEAR
-        ):
-            return None
-        name = getattr(function, "__name__", type(node).__name__)
-        return f"the autograd Function {name} may not be linear in its gradient"
-    # Extensions' Functions have no class of their own in Python, torch's built-in nodes do.
-    if type(node).__name__ == "CppFunction" and "CppNode" in node.name():
-        return f"the C++ autograd Function {node.name()} may not be linear in its gradient"
-    return None
-
-
 def not_planned_for(leaf: torch.Tensor) -> str | None:
     """Why a leaf's gradient cannot be brought back to the global scale, or None."""
     if is_spread(leaf):
         return SPREAD
+    if not has_usual_layout(leaf):
+        return "it feeds a leaf of a layout that no hook can multiply"
     if leaf.dtype in LEAF_DTYPES:
         return None
     return f"it feeds a {str(leaf.dtype).removeprefix('torch.')} leaf, which has no room"
@@ -266,3 +257,10 @@ def not_planned_for(leaf: torch.Tensor) -> str | None:
 def is_spread(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor, which an op may add up over ranks."""
     return type(tensor) is not torch.nn.Parameter and hasattr(tensor, "device_mesh")
+
+
+def has_usual_layout(tensor: torch.Tensor) -> bool:
+    """Whether hooks can multiply its gradient; torch refuses them for nested tensors of old."""
+    if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
+        return False
+    return not (tensor.is_nested and tensor.layout == torch.strided)

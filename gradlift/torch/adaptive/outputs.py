@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import Cut, Marks
-from gradlift.torch.adaptive.graph import Node, is_spread
+from gradlift.torch.adaptive.cuts import Cut, Marks, add_name
+from gradlift.torch.adaptive.graph import Node, has_usual_layout, is_spread
 from gradlift.torch.adaptive.views import note_base
 
 
@@ -29,8 +29,8 @@ class Watcher(Protocol):
     def saw(self, module: nn.Module, output: Any) -> None: ...
 
 
-def watch(watcher: Watcher) -> Any:
-    """Installs the forward hook; it goes with its handle's ``remove``, or with the watcher."""
+def watch(watcher: Watcher) -> Watch:
+    """Installs the forward hook."""
     reference = weakref.ref(watcher)
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -40,9 +40,18 @@ def watch(watcher: Watcher) -> Any:
         if watching is not None:
             watching.saw(module, output)
 
-    handle = register_module_forward_hook(hook)
-    weakref.finalize(watcher, handle.remove)
-    return handle
+    return Watch(register_module_forward_hook(hook), watcher)
+
+
+class Watch:
+    """A forward hook that goes with its watcher, or earlier."""
+
+    def __init__(self, handle: Any, watcher: Watcher) -> None:
+        self._end = weakref.finalize(watcher, handle.remove)
+
+    def remove(self) -> None:
+        """Ends it."""
+        self._end()
 
 
 class Outputs:
@@ -61,7 +70,7 @@ class Outputs:
         if not torch.is_grad_enabled() or is_foreign_pass():
             return
         for number, tensor in enumerate(tensors_in(output)):
-            if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+            if takes_cut(tensor):
                 self._place(tensor, name, number)
 
     def _place(self, tensor: torch.Tensor, name: str, output: int) -> None:
@@ -72,31 +81,57 @@ class Outputs:
         cut = cuts.get(tensor.output_nr)
         if cut is None:
             cut = cuts[tensor.output_nr] = Cut(next(self._numbers), is_spread(tensor))
-            tensor.register_hook(cut)
+            cut.hooks = tensor.register_hook(cut).hooks_dict_ref
             if tensor._is_view():
                 note_base(tensor, cut, self._marks)
-        if (name, output) not in cut.names:
-            cut.names.append((name, output))
+        add_name(cut.names, name, output)
+
+
+def takes_cut(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's gradient will be one that can be multiplied and looked at."""
+    if not tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return has_usual_layout(tensor)
 
 
 def is_foreign_pass() -> bool:
     """Whether this forward is a recomputation inside a backward, or a function transform."""
-    if passes.current_task() != passes.NO_TASK:
+    if passes.current_pass() != passes.NO_PASS:
         return True
     transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
     return bool(torch.jit.is_tracing() or (transforms is not None and transforms()))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    """The tensors in nested tuples, lists, dicts and dataclasses, in order.
+
+    Each container is looked into once, however often it occurs, itself inside itself included.
+    """
+    seen: set[int] = set()
+    stack = [iter((value,))]
+    while stack:
+        item = next(stack[-1], stack)
+        if item is stack:
+            stack.pop()
+        elif isinstance(item, torch.Tensor):
+            yield item
+        elif id(item) not in seen:
+            inside = _items(item)
+            if inside:
+                seen.add(id(item))
+                stack.append(iter(inside))
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """What a container holds; nothing if it raises when it is asked."""
+    try:
+        if isinstance(value, Mapping):
+            return list(value.values())
+        if isinstance(value, (tuple, list)):
+            return value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    except Exception:
+        # An output may compute what it holds, and not be ready to.
+        return ()
+    return ()

@@ -22,19 +22,24 @@ from torch.autograd import graph as autograd_graph
 _ENTRY = getattr(autograd_graph, "_engine_run_backward", None)
 _ENTRY_CODE = getattr(_ENTRY, "__code__", None)
 
-_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+_pass_number: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
 
-NO_TASK = -1
+NO_PASS = -1
 
 
 def available() -> bool:
     """Whether this torch lets us see its backward passes."""
-    return _task_id is not None and _ENTRY_CODE is not None
+    return _pass_number is not None and _ENTRY_CODE is not None
 
 
-def current_task() -> int:
-    """The number of the backward pass this thread works for, ``NO_TASK`` outside one."""
-    return NO_TASK if _task_id is None else _task_id()
+def current_pass() -> int:
+    """The number of the backward pass this thread works for, ``NO_PASS`` outside one."""
+    return NO_PASS if _pass_number is None else _pass_number()
+
+
+def at_end(do: Callable[[], None]) -> None:
+    """Calls ``do`` when the running backward pass has ended; not if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(do)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ the calls of compiled modules are wrapped: while a probe is due they run in eage
 torch's own stance, which is set when the call begins and put back when it ends, however it ends.
 Nothing else in the process ever sees it.
 
-A module is compiled in one of three ways. ``torch.compile(module)`` gives an ``OptimizedModule``
-with the compiled ``forward``; ``module.compile()`` puts the compiled call on the module itself.
-Both can be wrapped. A compiled function that calls the model cannot be reached from the model:
-there the stance is set in advance, until the step's ``update()`` or an error in the model's
-forward (``Stance``).
+A module is compiled in one of four ways. ``torch.compile(module)`` gives an ``OptimizedModule``
+with the compiled ``forward``; ``module.compile()`` puts the compiled call on the module itself;
+some write ``module.forward = torch.compile(module.forward)``. All of these can be wrapped. A
+compiled function that calls the model cannot be reached from the model: there the stance is set in
+advance, until the step's ``update()`` or an error in the model's forward (``Stance``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ def is_optimized(module: nn.Module) -> bool:
 
 def is_entry(module: nn.Module) -> bool:
     """Whether calling this module enters compiled code."""
-    return is_optimized(module) or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        is_optimized(module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or _has_compiled_forward(module)
+    )
+
+
+def _has_compiled_forward(module: nn.Module) -> bool:
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -95,7 +103,8 @@ class Entries:
     def wrap(self, modules: Iterable[nn.Module]) -> None:
         """Wraps those that are not wrapped yet."""
         for module in modules:
-            place = "forward" if is_optimized(module) else "_compiled_call_impl"
+            own = is_optimized(module) or _has_compiled_forward(module)
+            place = "forward" if own else "_compiled_call_impl"
             inner = module.__dict__.get(place)
             known = self._wrapped.get(id(module))
             if inner is not None and (known is None or known[3] is not inner):

@@ -13,6 +13,7 @@ backward pass reads factors only when it runs, never what a forward has saved of
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import types
@@ -148,7 +149,7 @@ class CompiledCuts:
                 self._modules[name] = module
                 self.traces.generation += 1
                 object.__setattr__(module, SITE, Site(name, self))
-                object.__setattr__(module, "forward", types.MethodType(forward, module))
+                object.__setattr__(module, "forward", types.MethodType(_forward_of(module), module))
 
     def slot(self, site: Site, device: torch.device) -> str:
         """A new pair of factors, as the number of the attributes that ``site`` has them in."""
@@ -205,7 +206,8 @@ class CompiledCuts:
         for module in self._modules.values():
             module.__dict__.pop(SITE, None)
             # Somebody may have wrapped it since; without its site it changes nothing.
-            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+            placed = getattr(module.__dict__.get("forward"), "__func__", None)
+            if getattr(placed, "__code__", None) is forward.__code__:
                 del module.__dict__["forward"]
         self._modules = {}
         self.traces.generation += 1
@@ -277,6 +279,18 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if site is None or not torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
         return output
     return _marked(site, output, 0)[0]
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """``forward`` with the signature of the module's own, which trainers and generators read."""
+    try:
+        signature = inspect.signature(type(module).forward)
+    except (TypeError, ValueError):
+        return forward
+    own = types.FunctionType(forward.__code__, forward.__globals__, forward.__name__)
+    own.__doc__ = type(module).forward.__doc__
+    own.__signature__ = signature  # type: ignore[attr-defined]
+    return own
 
 
 def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import Cut, makes_a_graph
+from gradlift.torch.adaptive.cuts import Cut, add_name, makes_a_graph
 from gradlift.torch.adaptive.graph import CutEdge, Node, Walk, walk
 from gradlift.torch.adaptive.views import OnNode, rewritten_in
 
@@ -90,8 +90,7 @@ class Traces:
             tensor.register_hook(cut)
             if tensor._is_view():
                 self._note_base(tensor, cut)
-        if (name, output) not in cut.names:
-            cut.names.append((name, output))
+        add_name(cut.names, name, output)
 
     def _note_base(self, view: Tensor, cut: TracedCut) -> None:
         """A spare cut on the node behind a view: an in-place op takes the view's own away."""
@@ -106,7 +105,7 @@ class Traces:
 
     def acts(self, cut: TracedCut) -> bool:
         """Whether a cut multiplies in the pass that is being traced."""
-        task = passes.current_task()
+        task = passes.current_pass()
         if task not in self._acting:
             # Nothing but the loss's own component has run yet: every way out of it is a cut.
             self._acting[task] = self._walk()
@@ -165,6 +164,8 @@ class TracedCut:
 
     spread = False
     """Whether it sits on a DTensor; those are not traced."""
+    hooks = staticmethod(lambda: None)
+    """Users' hooks are not traced either."""
     __slots__ = ("back", "differentiated", "names", "number", "shift", "slot", "traces")
 
     def __init__(self, traces: Traces, slot: Slot, shift: Tensor, back: Tensor) -> None:
@@ -191,12 +192,12 @@ class _Return:
 
     def __init__(self, back: Tensor, positions: tuple[int, ...]) -> None:
         self.back, self.positions = back, positions
-        self.task = passes.current_task()
+        self.task = passes.current_pass()
 
     def __call__(
         self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any
     ) -> tuple[Tensor | None, ...] | None:
-        if self.task != passes.current_task():
+        if self.task != passes.current_pass():
             return None
         returned = list(grad_inputs)
         for position in self.positions:

@@ -23,6 +23,8 @@ def dense(grad: torch.Tensor) -> torch.Tensor:
         grad = grad.to_local()  # type: ignore[attr-defined]
     if grad.is_sparse:
         grad = grad._values()
+    elif grad.is_mkldnn:
+        grad = grad.to_dense()
     elif grad.is_nested or grad.layout != torch.strided:
         grad = grad.values()
     return torch.view_as_real(grad) if grad.is_complex() else grad

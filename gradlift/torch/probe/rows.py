@@ -96,6 +96,11 @@ class Rows:
         return frozenset(key for key, wide in self._wide.items() if wide)
 
     @property
+    def passed_cuts(self) -> bool:
+        """Whether a module's output was in the graphs."""
+        return any(row.upstream is not None for row in self.rows)
+
+    @property
     def leaves(self) -> frozenset[str]:
         """Those that were met."""
         return frozenset(self._wide)
@@ -120,7 +125,7 @@ class Rows:
                 if own is None:
                     own = self._ids[key] = self._sets.add()
                 self._sets.join(numbers.setdefault(edge.upstream, own), own)
-        self._held.update(numbers[component] for component in walk.held)
+        self._held.update(numbers[component] for component in {*walk.held, *walk.hooked})
         return numbers
 
     def _row(self, key: str, offset: int, downstream: int, upstream: int | None) -> int:

@@ -43,6 +43,8 @@ def survey_of(rows: Rows, records: Iterable[tuple[Row, Histogram]], reduction: R
         component: Histogram.merge(_at_stake(parts, formats.inside.get(component, set())))
         for component, parts in seen.items()
     }
+    for component in seen.keys() - _storing(rows, formats, seen, leaves):
+        histograms[component] = histograms[component].as_ceiling()
     for component, found in _beside(rows, formats, seen, leaves):
         _bound(histograms, component, found, formats.room(component))
     for row, found in leaves:
@@ -119,6 +121,21 @@ def _at_stake(parts: Found, inside: set[str]) -> list[Histogram]:
     if narrow and "float16" not in inside:
         return narrow
     return [found for _, found in parts]
+
+
+def _storing(rows: Rows, formats: _Formats, seen: Mapping[int, Found], leaves: Found) -> set[int]:
+    """The components that store something narrow themselves: inside, for a leaf, or on the way out.
+
+    What only enters one was stored by the component before it, at that one's exponent; a higher
+    one would bring nothing back.
+    """
+    found = {component for component, inside in formats.inside.items() if "float16" in inside}
+    found |= {rows.find(row.downstream) for row, _ in leaves if not rows.is_wide(row.key)}
+    for component, parts in seen.items():
+        own = (row for row, _ in parts if rows.find(row.downstream) == component)
+        if any(row.format == "float16" for row in own):
+            found.add(component)
+    return found | formats.rounded.keys()
 
 
 def _beside(

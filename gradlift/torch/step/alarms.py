@@ -13,11 +13,10 @@ from gradlift.torch.step.overflow_report import describe
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, COUNTS, FLOOR
 
 BAD_LOSS_ADVICE = (
-    "gradlift: the loss is inf or NaN before it is scaled, so the forward pass itself overflowed "
-    "and no loss scale can help. The step is skipped and the scale stays as it is. What helps: "
-    "run the layers with large activations (often the last one, a softmax or a norm) in float32 "
-    "or bfloat16, lower the learning rate, or look for a division by zero or log of zero in the "
-    "loss."
+    "gradlift: the loss is inf or NaN before it is scaled: the data, the weights or the forward "
+    "pass hold what is not finite, and no loss scale can help. The step is skipped and the scale "
+    "stays as it is. The next step is watched for where it begins, and scaler.last_cause will hold "
+    "it; see docs/troubleshooting.md#the-loss-is-inf-or-nan"
 )
 
 

@@ -30,6 +30,8 @@ class DeviceScale:
         self.init_growth_tracker = 0
         self.init_hysteresis_tracker = policy.hysteresis
         self.init_skipped_steps = 0
+        self.init_steps: int | None = None
+        """Steps before a checkpoint that was loaded; None if none was."""
         self._without_tensors()
 
     def _without_tensors(self) -> None:
@@ -156,16 +158,21 @@ class DeviceScale:
         """How many steps were skipped; waits for the device."""
         return self.init_skipped_steps if self.counts is None else int(self.counts[SKIPPED])
 
+    def steps_taken(self) -> int | None:
+        """Updates so far, those before a checkpoint included; None before any. Waits for the
+        device."""
+        own = 0 if self.counts is None else int(self.updates)
+        return own + (self.init_steps or 0) if own or self.init_steps is not None else None
+
     def hysteresis_left(self) -> int:
         """Overflows that may still pass before the scale backs off; waits for the device."""
         tracker = self.hysteresis_tracker
         return self.init_hysteresis_tracker if tracker is None else int(tracker)
 
     def settings_hash(self, max_norm: float | None) -> int:
-        """A hash of the policy and of what is clipped to, from 0 to 2**52; of numbers, hence the
-        same in every process."""
-        limit = -1.0 if max_norm is None else float(max_norm)
-        return hash((*numbers(self.policy), limit)) % 2**52
+        """Of the policy and of what is clipped to, from 0 to 2**52; of numbers, hence the same in
+        every process."""
+        return hash((*numbers(self.policy), -1.0 if max_norm is None else float(max_norm))) % 2**52
 
     # Checkpoints.
 
@@ -176,11 +183,12 @@ class DeviceScale:
         growth_tracker: int,
         hysteresis_tracker: int,
         skipped_steps: int,
+        steps: int | None,
     ) -> None:
         """Go on from these numbers."""
         self.policy = policy
         self.init_scale, self.init_growth_tracker = scale, growth_tracker
-        self.init_skipped_steps = skipped_steps
+        self.init_skipped_steps, self.init_steps = skipped_steps, steps
         if self.scale is not None and self.growth_tracker is not None:
             self.scale.fill_(scale)
             self.growth_tracker.fill_(growth_tracker)
@@ -203,6 +211,7 @@ class DeviceScale:
             "init_growth_tracker": self.init_growth_tracker if tracker is None else int(tracker),
             "init_hysteresis_tracker": self.hysteresis_left(),
             "init_skipped_steps": self.skipped_steps(),
+            "init_steps": self.steps_taken(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

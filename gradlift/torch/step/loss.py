@@ -31,6 +31,10 @@ class LossFlags:
         the scale of then, and nothing may change it."""
         self.seen = False
         """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
+        self.keeps_total = False
+        """Whether somebody wants to know ``total``."""
+        self.total: Tensor | None = None
+        """0-d float32 on the scaler's device: the losses of this iteration, summed."""
 
     def see(self, output: Tensor, device: torch.device) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
@@ -46,6 +50,9 @@ class LossFlags:
         value = output if plain else output._values() if output.is_sparse else local(output)
         if not value.numel():
             return
+        if self.keeps_total:
+            summed = moved_to(value.detach().float().sum(), device)
+            self.total = summed if self.total is None else self.total + summed
         if self._flag is None and self._unseen is None and _can_wait(value, device):
             self._unseen = value.detach()
             return
@@ -80,7 +87,7 @@ class LossFlags:
     def end_iteration(self) -> None:
         """The scale may have changed: nothing seen so far counts any more."""
         self.reset()
-        self.outside = False
+        self.outside, self.total = False, None
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -49,6 +50,9 @@ class _Noted(NamedTuple):
     step: int
     max_norm: float | None
     where: str | None
+    first_bad: str | None
+    has_loss: bool
+    time: float
 
 
 class Recorder:
@@ -79,11 +83,18 @@ class Recorder:
         self._sent: tuple[list[_Noted], InFlight] | None = None
         self._held: deque[StepRecord] = deque()
         self._probes: dict[int, tuple[ModuleRecord, ...]] = {}
+        self._largest: dict[int, int] = {}
         self._plans: dict[int, PlanChange] = {}
         self._closed = False
 
     def note(
-        self, scale: DeviceScale, found_inf: Tensor, bad_loss: Tensor, outcome: Outcome
+        self,
+        scale: DeviceScale,
+        found_inf: Tensor,
+        bad_loss: Tensor,
+        outcome: Outcome,
+        loss: Tensor | None,
+        cause: object = None,
     ) -> None:
         """The step under way has ended; called in ``update()`` before the scale changes.
 
@@ -92,18 +103,26 @@ class Recorder:
             found_inf: 0-d float32: how many optimizers found an inf or a NaN.
             bad_loss: 0-d float32: how many of them had a bad loss.
             outcome: of the step.
+            loss: 0-d float32: the sum of the losses that were scaled for it; None without any.
+            cause: what broke it, where that was looked for.
         """
         if self._closed or torch.compiler.is_compiling() or capturing(scale.device):
             return
         if self.step % self._every == 0:
-            self._keep_row(scale, found_inf, bad_loss, outcome)
+            self._keep_row(scale, found_inf, bad_loss, outcome, loss, cause)
         self.step += 1
         if len(self._noted) == self._batch:
             self._send()
         self._release(self.step - self._delay)
 
     def _keep_row(
-        self, scale: DeviceScale, found_inf: Tensor, bad_loss: Tensor, outcome: Outcome
+        self,
+        scale: DeviceScale,
+        found_inf: Tensor,
+        bad_loss: Tensor,
+        outcome: Outcome,
+        loss: Tensor | None,
+        cause: object,
     ) -> None:
         device, counts = scale.device, scale.counts
         assert scale.scale is not None and counts is not None  # noqa: PT018
@@ -111,13 +130,16 @@ class Recorder:
         measured = outcome.max_norm is not None and outcome.grad_norm is not None
         norm = outcome.grad_norm if measured and outcome.grad_norm is not None else scale.zero
         skips = counts[SKIPPED] + found_inf
-        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, scale.updates + 1]
+        told = scale.zero if loss is None else loss
+        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, told, scale.updates + 1]
         row = [moved_to(v, device).float().reshape(()) for v in row]
         if self._rows is None or self._rows.device != device:
             self._rows = torch.zeros(self._batch, len(row), device=device)
         self._rows[len(self._noted)].copy_(torch.stack(row))
         max_norm = outcome.max_norm if measured else None
-        self._noted.append(_Noted(self.step, max_norm, where))
+        first_bad = None if cause is None else str(cause)
+        known = _Noted(self.step, max_norm, where, first_bad, loss is not None, time.time())
+        self._noted.append(known)
 
     def _look(self, scale: DeviceScale, found_inf: Tensor) -> tuple[Tensor, str | None]:
         """Whether a gradient held an inf, 0-d, and the first that was not finite, if known here."""
@@ -160,6 +182,10 @@ class Recorder:
         """A probe has come back, of the step ``age`` steps before the one that ended last."""
         self._probes[self.step - 1 - age] = tuple(modules)
 
+    def measured(self, age: int, largest: int) -> None:
+        """floor(log2) of the largest true parameter gradient of a step, as ``probed``."""
+        self._largest[self.step - 1 - age] = largest
+
     def planned(self, change: PlanChange) -> None:
         """A new plan, in force from the step under way on."""
         self._plans[self.step] = change
@@ -170,7 +196,8 @@ class Recorder:
         while self._held and self._held[0].step < before:
             record = self._held.popleft()
             modules, plan = _up_to(self._probes, record.step), _up_to(self._plans, record.step)
-            ready.append(replace(record, modules=modules or (), plan=plan))
+            largest = _up_to(self._largest, record.step)
+            ready.append(replace(record, modules=modules or (), plan=plan, largest=largest))
         if ready:
             self._writer.write(ready)
 
@@ -199,6 +226,7 @@ def open_recorder(
     delay: int,
     device_type: str,
     about: dict[str, Any],
+    first_step: int | None = None,
 ) -> Recorder:
     """The recorder for what a user gave to ``record_to``.
 
@@ -209,14 +237,17 @@ def open_recorder(
         delay: records wait this many steps for what is learned of them late.
         device_type: of the scaler.
         about: what a file says of the run.
+        first_step: number of the step under way; None for the one after the last on file.
     """
     from gradlift import __version__
 
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of steps above 0, got {every!r}")
     about = {**about, "gradlift": __version__, "torch": torch.__version__}
-    writer = writer_for(_for_this_rank(target), about)
-    return Recorder(writer, overflows, every, delay, 1 if device_type == "cpu" else BATCH)
+    writer = writer_for(_for_this_rank(target), about, first_step)
+    made = Recorder(writer, overflows, every, delay, 1 if device_type == "cpu" else BATCH)
+    made.step = made.step if first_step is None else first_step
+    return made
 
 
 def _for_this_rank(target: Any) -> Any:
@@ -243,7 +274,14 @@ class _Nowhere:
 
 
 def _record(
-    known: _Noted, scale: float, found: float, bad: float, norm: float, inf: float, skips: float
+    known: _Noted,
+    scale: float,
+    found: float,
+    bad: float,
+    norm: float,
+    inf: float,
+    skips: float,
+    loss: float,
 ) -> StepRecord:
     cause = None if not found else "forward" if bad else "inf" if inf else "nan"
     measured = known.max_norm is not None
@@ -257,6 +295,9 @@ def _record(
         clip,
         int(skips),
         known.where,
+        loss=loss if known.has_loss else None,
+        first_bad=known.first_bad,
+        time=known.time,
     )
 
 

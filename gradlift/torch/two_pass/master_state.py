@@ -23,6 +23,8 @@ KEY = "master"
 """A master's name in the state of its parameter."""
 OLD_KEY = "masters"
 
+_FLOAT32 = torch.finfo(torch.float32).max
+
 _ADVICE = (
     "nothing has been changed: load the state of an optimizer with the same parameters in the same "
     "order, whole, or go on without one, and the masters follow the model's parameters"
@@ -216,7 +218,7 @@ def _check_setting(value: Any, mine: Any, path: tuple) -> None:
         for place, (one, own) in enumerate(zip(value, mine, strict=True)):
             _check_setting(one, own, (*path, place))
     elif isinstance(value, Tensor):
-        if value.numel() != 1 or isinstance(mine, bool) or not isinstance(mine, (float, Tensor)):
+        if value.numel() != 1 or not (path[-1] == "lr" or isinstance(mine, Tensor)):
             raise Mismatch(f"of the kind of {mine!r}", value, *path)
         _check_finite(value, path)
     elif isinstance(mine, bool) or path[-1] in ("foreach", "fused"):
@@ -224,7 +226,7 @@ def _check_setting(value: Any, mine: Any, path: tuple) -> None:
         if not isinstance(value, bool) and not (value is None and path[-1] in ("foreach", "fused")):
             raise Mismatch("True or False", value, *path)
     elif isinstance(mine, (int, float, Tensor)):
-        schema.at(schema.number(), value, *path)
+        schema.at(schema.number(-_FLOAT32, _FLOAT32), value, *path)
     elif isinstance(mine, str) and not isinstance(value, str):
         raise Mismatch("a string", value, *path)
 

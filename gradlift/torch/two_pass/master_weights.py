@@ -75,7 +75,7 @@ class MasterWeights(Optimizer):
         super().__init__(groups, dict(optimizer.defaults))
 
     @property
-    def state(self) -> dict[Any, Any]:  # pyright: ignore
+    def state(self) -> dict[Any, Any]:
         """The state of each parameter that has any, its master included; to read, not to write."""
         found = {}
         for master in self.masters:
@@ -87,7 +87,7 @@ class MasterWeights(Optimizer):
         return found
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """torch's ``__init__`` sets an empty one; it is kept by the optimizer inside."""
 
     def _master(self, param: Tensor) -> Tensor:

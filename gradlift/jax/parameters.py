@@ -1,0 +1,74 @@
+"""Which component computes the gradient of each parameter, so that an overflow can be blamed.
+
+A parameter that is scanned over is one array for all layers, whose slices belong to the components
+of their turns. So it counts as many: ``['w'][17]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradlift.jax.cuts import Traced
+from gradlift.jax.state import at_least_float32
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The arguments to differentiate, slice by slice where they are scanned over."""
+
+    names: tuple[str, ...]
+    owners: Mapping[str, int]
+    """The component of each; of several that use one, the nearest to the loss."""
+    sliced: tuple[bool, ...]
+    """For each leaf of the gradients, whether its slices count by themselves."""
+
+    @classmethod
+    def of(cls, traced: Traced, chosen: Sequence[Any]) -> Parameters:
+        """The parameters of a traced loss function.
+
+        Args:
+            traced: the function.
+            chosen: the arguments to differentiate.
+        """
+        using: dict[int, dict[int | None, int]] = {}
+        for site in traced.analysis.sites:
+            if site.argument is not None:
+                users = using.setdefault(site.argument, {})
+                users[site.turn] = min(site.downstream, users.get(site.turn, site.downstream))
+        paths = jax.tree_util.tree_leaves_with_path(chosen if len(chosen) > 1 else chosen[0])
+        names, owners, sliced = [], {}, []
+        for (path, leaf), number in zip(paths, traced.leaves, strict=True):
+            users = using.get(number, {})
+            sliced.append(bool(users) and None not in users)
+            name = jax.tree_util.keystr(path) or "the argument"
+            own = [f"{name}[{i}]" for i in range(leaf.shape[0])] if sliced[-1] else [name]
+            names += own
+            if sliced[-1]:
+                owners.update(
+                    (own[turn], owner) for turn, owner in users.items() if turn is not None
+                )
+            elif users:
+                owners[name] = min(users.values())
+        return cls(tuple(names), owners, tuple(sliced))
+
+    def largest(self, grads: Any) -> jax.Array:
+        """The largest |gradient| of each: float32, shape (parameters,); NaN where one is.
+
+        Args:
+            grads: a tree of arrays, as of the arguments.
+        """
+        found = [
+            jnp.max(_rows(at_least_float32(grad), sliced), axis=1, initial=0)
+            for grad, sliced in zip(jax.tree.leaves(grads), self.sliced, strict=True)
+        ]
+        return jnp.concatenate(found) if found else jnp.zeros(0)
+
+
+def _rows(grad: jax.Array, sliced: bool) -> jax.Array:
+    rows = grad.shape[0] if sliced else 1
+    return jnp.abs(grad).astype(jnp.float32).reshape(rows, -1 if grad.size else 0)

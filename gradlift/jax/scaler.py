@@ -1,0 +1,433 @@
+"""``adaptive``: no scale to choose, and exponents of their own for the parts that need them.
+
+The pilot that decides (``gradlift.plan.pilot``) is the one of torch's ``AdaptiveGradScaler``. Here
+it sits between steps, on the host, and what it needs rides in a pytree::
+
+    on the device, in a step   a gradient at the plan's exponents (``cuts.py``); a record; after an
+                               overflow a lower scale, otherwise the predicted one (``records.py``)
+    on the host, in adjust     every eighth step, the records copied at the look before: they are
+                               there by then, and nothing waits; while a plan is being looked for,
+                               every step; what the pilot says goes back as small arrays
+
+Whether a step is a probe is a matter of the tree's structure (``bins`` is there or is not), so that
+a step and a probe compile once each and the step pays nothing for the probe. How far the device has
+got is never asked: the host counts, and so all hosts of a job look at the same steps and decide
+the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gradlift import schema
+from gradlift.formats import get
+from gradlift.jax import axes, records
+from gradlift.jax.arrivals import ARRIVED, Arrived, Sent, copied
+from gradlift.jax.axes import AxisName
+from gradlift.jax.cuts import Layerwise, Traced
+from gradlift.jax.parameters import Parameters
+from gradlift.jax.state import LEAVES, LossScaleState, ValueAndGrad, all_finite, init, loss_of
+from gradlift.plan.histogram import BINS
+from gradlift.plan.pilot import ADVICE, Pilot
+from gradlift.plan.plan import Plan
+from gradlift.plan.planner import check_limits
+from gradlift.plan.potential import Graph
+from gradlift.plan.saved import PILOT
+from gradlift.policy import Dynamic
+
+VERSION = 1
+# Steps between two looks of the host, once a plan was found.
+LOOK = 8
+# On an overflow: nobody knows how far the gradients jumped, and a probe brings the scale back.
+BACKOFF = 2.0**-4
+
+
+@dataclass(frozen=True)
+class AdaptiveState:
+    """What an adaptive scaler carries from step to step: a pytree.
+
+    Attributes:
+        loss_scale: the scale of the loss's component.
+        offsets: int32, shape (components,): exponents relative to the loss's.
+        limit: int32, 0-d: the most that exponent plus largest gradient may come to.
+        records: int32, shape (64, 6): the last steps, see ``records.py``.
+        overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
+            that overflowed.
+        bins: int32, shape (sites, 256): there while steps are probes, and None otherwise.
+    """
+
+    loss_scale: LossScaleState
+    offsets: jax.Array
+    limit: jax.Array
+    records: jax.Array
+    overflowed: jax.Array
+    bins: jax.Array | None
+
+    def replace(self, **changes: Any) -> AdaptiveState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def scale(self) -> jax.Array:
+        """float32, 0-d: the multiplier of the loss."""
+        return self.loss_scale.scale
+
+
+_ARRAYS = ("offsets", "limit", "records", "overflowed")
+jax.tree_util.register_dataclass(
+    AdaptiveState, data_fields=("loss_scale", *_ARRAYS, "bins"), meta_fields=()
+)
+
+
+def adaptive(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    axis_name: AxisName = None,
+    *,
+    format: str | None = None,
+    tolerance: float = 1e-3,
+    headroom: int = 3,
+    interval: int | None = None,
+    init_scale: float = 2.0**8,
+) -> Adaptive:
+    """A scaler that finds its scale from the gradients, for each part of a loss function.
+
+    Example::
+
+        scaler = adaptive(loss_fn)          # loss_fn(params, batch) calls cut(h, "layer")
+        state = scaler.init(params, batch)
+        for batch in batches:
+            state, out = scaler(state, params, batch)
+            params = select(out.finite, new_params(params, out.grads), params)
+        print(scaler.plan)
+
+    Args:
+        fun: returns a scalar loss, or with ``has_aux`` a pair ``(loss, aux)``; arrays in. Without
+            a cut it has one scale, found in the same way.
+        argnums: the positions to differentiate.
+        has_aux: whether ``fun`` returns a pair.
+        axis_name: as for ``value_and_grad``.
+        format: the format that gradients are stored in; None for the narrowest in the jaxpr.
+        tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
+        headroom: bits to keep free above the largest gradient seen.
+        interval: steps between two probes; None for 200.
+        init_scale: the scale of the first step, a power of two.
+    """
+    _check_settings(interval, init_scale)
+    check_limits(tolerance, headroom)
+
+    def pilot(graph: Graph) -> Pilot:
+        found = {get(c.format or "float32") for c in graph.components}
+        narrowest = min(found, key=lambda f: (f.bits, f.max_exponent))
+        return Pilot(narrowest if format is None else get(format), tolerance, headroom, interval)
+
+    return Adaptive(Layerwise(fun, argnums, has_aux, axis_name), pilot, init_scale)
+
+
+def _numbers(value: Any) -> np.ndarray:
+    found = (
+        np.asarray(value) if isinstance(value, (bool, int, float, list)) else np.empty(0, object)
+    )
+    if found.dtype.kind not in "biuf" or not np.isfinite(found).all():
+        raise schema.Mismatch("finite numbers", value)
+    return found
+
+
+SAVED = schema.record(
+    version=schema.one_of(VERSION),
+    arrays=schema.record(**dict.fromkeys((*LEAVES, *_ARRAYS), _numbers)),
+    probing=schema.flag,
+    steps=schema.optional(schema.whole(0)),
+    seen=schema.whole(-1),
+    looked=schema.whole(-1),
+    waiting=schema.list_of(ARRIVED),
+    pilot=PILOT,
+)
+"""What ``Adaptive.to_dict`` wrote."""
+
+
+class Adaptive:
+    """What ``adaptive`` returns. It serves one run: the plan and its history are here.
+
+    Called with ``(state, *args)`` it returns the next state and a ``ValueAndGrad``. Inside ``jit``
+    it is the step alone, and ``adjust(state)`` is called outside after it.
+    """
+
+    def __init__(
+        self, run: Layerwise, new_pilot: Callable[[Graph], Pilot], init_scale: float
+    ) -> None:
+        self._run, self._new_pilot = run, new_pilot
+        self._policy = Dynamic(
+            init_scale=init_scale,
+            growth_interval=2**31 - 1,
+            backoff_factor=BACKOFF,
+            max_scale=2.0**96,
+        )
+        self._jitted = jax.jit(self._step)
+        self._model: tuple[Traced, Parameters] | None = None
+        self._pilot: Pilot | None = None
+        self._steps: int | None = None
+        self._looked = self._seen = -1
+        self._queue: deque[Sent | Arrived] = deque()
+        self._offsets: tuple[int, ...] = ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The current plan; None before the first probe has come back."""
+        return self._pilot and self._pilot.plan
+
+    @property
+    def neutral(self) -> dict[str, str]:
+        """Cuts that cannot change the exponent, with the reason."""
+        return self._model[0].neutral if self._model else {}
+
+    def init(self, *args: Any) -> AdaptiveState:
+        """The state before the first step; the scaler starts anew.
+
+        Args:
+            *args: as for ``fun``; nothing is computed. Where they lie on a mesh, the state lies on
+                all of it.
+        """
+        traced = self._run.trace_any(*args)
+        parameters = Parameters.of(traced, [args[n] for n in self._run.wanted])
+        self._model, self._pilot = (traced, parameters), self._new_pilot(traced.graph)
+        self._steps, self._looked, self._seen = None, -1, -1
+        self._queue.clear()
+        self._offsets = (0,) * len(traced.graph.components)
+        state = AdaptiveState(
+            init(self._policy),
+            jnp.asarray(self._offsets, jnp.int32),
+            jnp.asarray(_limit(self._pilot), jnp.int32),
+            jnp.asarray(records.empty()),
+            jnp.zeros(len(parameters.names), bool),
+            jnp.zeros((len(traced.analysis.sites), BINS), jnp.int32),
+        )
+        return jax.device_put(state, _everywhere(args))
+
+    def __call__(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
+        """One step; the gradients are true ones whatever the plan.
+
+        Args:
+            state: the current state.
+            *args: as for ``fun``.
+
+        Returns:
+            The next state, and what ``value_and_grad`` gives.
+        """
+        self._check(state, args)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, args))):
+            return self._step(state, *args)
+        state, out = self._jitted(state, *args)
+        return self.adjust(state), out
+
+    def adjust(self, state: AdaptiveState, steps: int = 1) -> AdaptiveState:
+        """What the host has to say after a step inside ``jit``: plans, probes.
+
+        Args:
+            state: the state that the step returned.
+            steps: how many steps it took, for a loop inside ``jit``.
+        """
+        pilot = self._check(state)[0]
+        if isinstance(state.offsets, jax.core.Tracer):
+            raise ValueError("adjust(state) reads the device: call it outside jit and scan")
+        if self._steps is None:
+            # The first steps, or the first ones after arrays came from a checkpoint.
+            self._steps = int(np.asarray(state.records)[-1, records.STEP]) + 1
+            self._seen = self._steps - 1 - steps
+        else:
+            self._steps += steps
+        if state.bins is not None or pilot.searching or self._steps - self._looked >= LOOK:
+            state = self._look(state)
+        if self._steps >= pilot.next_probe and not any(map(_surveys, self._queue)):
+            sites = self._check(state)[1].analysis.sites
+            state = state.replace(bins=_like(np.zeros((len(sites), BINS)), state.offsets))
+        return state
+
+    def to_dict(self, state: AdaptiveState) -> dict[str, Any]:
+        """State, plan and all that it rests on, in numbers, strings, lists and dicts.
+
+        It waits for the device. Orbax takes it as ``JsonSave``.
+
+        Args:
+            state: the current state.
+        """
+        pilot, traced, parameters = self._check(state)
+        waiting = [
+            s if isinstance(s, Arrived) else s.arrived(traced, parameters) for s in self._queue
+        ]
+        arrays = {name: getattr(state.loss_scale, name) for name in LEAVES}
+        arrays |= {name: getattr(state, name) for name in _ARRAYS}
+        return {
+            "version": VERSION,
+            "arrays": {name: np.asarray(x).tolist() for name, x in arrays.items()},
+            "probing": state.bins is not None,
+            "steps": self._steps,
+            "seen": self._seen,
+            "looked": self._looked,
+            "waiting": [arrived.to_dict() for arrived in waiting],
+            "pilot": pilot.to_dict(),
+        }
+
+    def from_dict(self, saved: Mapping[str, Any], *args: Any) -> AdaptiveState:
+        """The state to go on from, on whatever devices the arguments lie.
+
+        Args:
+            saved: what ``to_dict`` gave.
+            *args: as for ``init``.
+        """
+        read = schema.read(SAVED, saved, "adaptive scaler", ADVICE)
+        state = self.init(*args)
+        pilot = self._check(state)[0]
+        pilot.check(saved["pilot"])
+        arrays = {name: _loaded(name, x, state) for name, x in read["arrays"].items()}
+        pilot.follow(read["pilot"])
+        self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
+        self._queue.extend(read["waiting"])
+        self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
+        loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
+        own = {name: arrays[name] for name in _ARRAYS}
+        bins = state.bins if read["probing"] else None
+        return state.replace(loss_scale=loss_scale, bins=bins, **own)
+
+    # On the device
+
+    def _step(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
+        parameters = self._check(state)[2]
+        run, before, bins = self._run, state.loss_scale, None
+        if state.bins is None:
+            out = run.value_and_grad(before, state.offsets, *args)
+        else:
+            out, bins = run.probe(before, state.offsets, *args)
+        largest = records.exponents(parameters.largest(out.grads))
+        over = axes.deciding(largest, before.scale, run.axis_name)
+        largest = lax.pmax(largest, over) if over else largest
+        loss = loss_of(out.aux, run.has_aux)
+        over = axes.deciding(loss, before.scale, run.axis_name)
+        bad_loss = ~axes.agree(all_finite(loss), over)
+        exponent = records.exponents(before.scale)
+        after = records.appended(
+            state.records,
+            exponent=exponent,
+            amax=jnp.max(largest, initial=records.NOTHING),
+            overflow=~out.finite,
+            bad_loss=bad_loss,
+            went_on=records.exponents(out.state.scale),
+        )
+        after = records.went_on(after, state.limit, self._policy)
+        went_on = records.power(after[-1, records.WENT_ON])
+        loss_scale = out.state.replace(scale=went_on)
+        kept = out.finite | bad_loss
+        overflowed = jnp.where(kept, state.overflowed, largest == records.NOT_FINITE)
+        state = state.replace(
+            loss_scale=loss_scale, records=after, overflowed=overflowed, bins=bins
+        )
+        return state, out._replace(state=loss_scale)
+
+    # On the host
+
+    def _look(self, state: AdaptiveState) -> AdaptiveState:
+        """Sends for what the last steps have left, and heeds what was sent for before."""
+        pilot, traced, parameters = self._check(state)
+        assert self._steps is not None
+        sent = copied(state.records, state.overflowed)
+        for array in sent:
+            array.copy_to_host_async()
+        self._queue.append(Sent(self._steps, self._seen, *sent, state.bins, self._offsets))
+        self._seen, self._looked = self._steps - 1, self._steps
+        state = state.replace(bins=None)
+        while len(self._queue) > 1 or (self._queue and pilot.searching):
+            found = self._queue.popleft()
+            arrived = found if isinstance(found, Arrived) else found.arrived(traced, parameters)
+            state = self._heed(arrived, state)
+        return state
+
+    def _heed(self, arrived: Arrived, state: AdaptiveState) -> AdaptiveState:
+        """Shows the pilot some steps, and does what it says."""
+        pilot = self._check(state)[0]
+        assert self._steps is not None
+        last = max((i for i, row in enumerate(arrived.rows) if row.overflow), default=None)
+        shift = 0
+        for i, row in enumerate(arrived.rows):
+            survey = arrived.survey if i == len(arrived.rows) - 1 else None
+            blamed = arrived.overflowed if i == last else ()
+            shift += pilot.saw(row, self._steps - 1, survey, blamed)
+        if shift:
+            low, high = self._policy.min_scale, self._policy.max_scale
+            moved = jnp.clip(state.scale * np.float32(2.0**shift), low, high)
+            state = state.replace(loss_scale=state.loss_scale.replace(scale=moved))
+        offsets = pilot.plan.offsets if pilot.plan else self._offsets
+        if offsets != self._offsets:
+            self._offsets = offsets
+            state = state.replace(offsets=_like(offsets, state.offsets))
+        return state.replace(limit=_like(_limit(pilot), state.limit))
+
+    def _check(self, state: Any, args: Sequence[Any] = ()) -> tuple[Pilot, Traced, Parameters]:
+        if not isinstance(state, AdaptiveState):
+            swapped = any(isinstance(arg, AdaptiveState) for arg in args)
+            advice = "the state comes first" if swapped else "make one with scaler.init(*args)"
+            raise ValueError(
+                f"scaler(state, *args) takes the state of an adaptive scaler, got "
+                f"{type(state).__name__}: {advice}"
+            )
+        if self._model is None or self._pilot is None:
+            raise ValueError("call scaler.init(*args) before the first step: it finds the cuts")
+        return self._pilot, *self._model
+
+
+def _check_settings(interval: Any, init_scale: Any) -> None:
+    whole = isinstance(interval, int) and not isinstance(interval, bool)
+    if interval is not None and not (whole and interval >= 1):
+        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
+    number = isinstance(init_scale, (int, float)) and not isinstance(init_scale, bool)
+    if not number or math.frexp(init_scale)[0] != 0.5:
+        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+
+
+def _limit(pilot: Pilot) -> int:
+    return records.NO_LIMIT if pilot.limit is None else pilot.limit
+
+
+def _like(values: Any, array: jax.Array) -> jax.Array:
+    """Numbers as an array that lies where another does, and is bound there if that is.
+
+    Otherwise the next step would compile again.
+    """
+    new = np.asarray(values, array.dtype)
+    return jax.device_put(new, array.sharding) if array.committed else jnp.asarray(new)
+
+
+def _surveys(queued: Sent | Arrived) -> bool:
+    return (queued.survey if isinstance(queued, Arrived) else queued.bins) is not None
+
+
+def _everywhere(args: Any) -> NamedSharding | None:
+    """On every device of the mesh that the arguments lie on, if they do."""
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return None
+
+
+def _loaded(name: str, values: Any, state: AdaptiveState) -> jax.Array:
+    """An array of a checkpoint, where the new one lies."""
+    new = getattr(state if name in _ARRAYS else state.loss_scale, name)
+    array = np.asarray(values)
+    if array.shape != new.shape:
+        raise ValueError(
+            f"{name} was saved with shape {array.shape} and this loss function has {new.shape}: "
+            "its cuts or parameters are others"
+        )
+    return _like(array, new)

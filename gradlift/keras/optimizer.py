@@ -1,0 +1,378 @@
+"""``LossScaleOptimizer``: Keras's own, with any policy.
+
+A subclass, since ``compile`` silently wraps anything else under ``mixed_float16``. Keras writes
+the rule twice, with state and without; here it is called once, in ``_advance``, and only the
+inner optimizer's step is conditional. What Keras's gets wrong and this one does not: the scale
+falls to 0; replicas are taken to agree on a skip when only the first was asked; a half-precision
+loss scaled before the optimizer is built overflows; and ``apply`` outside a stateless scope leaks
+tracers on the JAX backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
+
+import keras
+
+from gradlift.keras.adaptive import NOTHING, Adaptive, Trend, follow, largest
+from gradlift.keras.found import Found, counts_of, from_counts
+from gradlift.keras.pending import Pending
+from gradlift.pilot import PATIENCE
+from gradlift.policy import Dynamic, ScaleState, Static, update
+
+# Keras has no types; what its decorators let a checker infer is wrong.
+ops: Any = keras.ops
+
+Policy = Static | Dynamic | Adaptive
+
+_KERAS = keras.optimizers.LossScaleOptimizer
+_POLICIES = {"Static": Static, "Dynamic": Dynamic, "Adaptive": Adaptive}
+
+
+@keras.saving.register_keras_serializable(package="gradlift")
+class LossScaleOptimizer(_KERAS):
+    """Keras's ``LossScaleOptimizer`` with any gradlift policy.
+
+    Args:
+        inner_optimizer: the Keras optimizer to wrap.
+        initial_scale: the scale of the first step, 2**15 when left out.
+        dynamic_growth_steps: clean steps before the scale doubles, 2000 when left out.
+        name: as in Keras.
+        policy: a ``Static``, ``Dynamic`` or ``Adaptive`` instead of the two numbers.
+        dynamic: False, as in Keras 2, for a scale that stays at ``initial_scale``.
+        **kwargs: as in Keras, which accepts only its own defaults here.
+
+    Attributes:
+        dynamic_scale: float32 variable, the scale.
+        step_counter: int variable, clean steps since the scale grew or a step was skipped.
+        hysteresis_tracker: int32 variable, overflows that may still pass before it backs off.
+        skipped_steps: int32 variable, steps skipped so far.
+        last_finite: bool variable, whether the latest step was taken.
+        peaks, limit: int32 variables of an ``Adaptive`` scale, see ``adaptive.Trend``.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
+        *,
+        policy: Policy | None = None,
+        dynamic: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        _check_inner(inner_optimizer)
+        if policy is None:
+            policy = _policy(initial_scale, dynamic_growth_steps, dynamic)
+        elif not isinstance(policy, Policy):
+            raise ValueError(
+                "policy must be a Static, a Dynamic or an Adaptive, for instance "
+                f"gradlift.Dynamic(hysteresis=2), got {policy!r}"
+            )
+        elif initial_scale is not None or dynamic_growth_steps is not None or not dynamic:
+            raise ValueError(
+                f"policy={policy!r} says everything about the scale; leave out initial_scale, "
+                "dynamic_growth_steps and dynamic"
+            )
+        rule = policy.rule if isinstance(policy, Adaptive) else policy
+        super().__init__(
+            inner_optimizer, rule.init_scale, rule.growth_interval, name=name, **kwargs
+        )
+        self.policy, self._rule, self._pending = policy, rule, Pending()
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Create the variables."""
+        super().build(var_list)
+        # After Keras's own, so that a file saved with Keras's class can be loaded.
+        patience = keras.initializers.Constant(self._rule.hysteresis)
+        self.hysteresis_tracker = self._add("hysteresis_tracker", "int32", patience)
+        self.skipped_steps = self._add("skipped_steps", "int32", "zeros")
+        self.last_finite = self._add("last_finite", "bool", "ones")
+        if isinstance(self.policy, Adaptive):
+            nothing = keras.initializers.Constant(NOTHING)
+            limit = keras.initializers.Constant(self.policy.limit)
+            self.peaks = self._add("peaks", "int32", nothing, (PATIENCE,))
+            self.limit = self._add("limit", "int32", limit)
+
+    @property
+    def _trend(self) -> Trend | None:
+        """The variables of an adaptive scale."""
+        return Trend(self.peaks, self.limit) if isinstance(self.policy, Adaptive) else None
+
+    def _add(self, name: str, dtype: str, initializer: Any, shape: tuple[int, ...] = ()) -> Any:
+        return self.add_variable(shape, initializer, dtype, aggregation="none", name=name)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """``loss`` times the scale; a half-precision loss is cast to float32 first."""
+        dtype = keras.backend.standardize_dtype(getattr(loss, "dtype", "float32"))
+        if dtype in ("float16", "bfloat16"):
+            loss = ops.cast(loss, "float32")
+        self._pending.scales(loss)
+        return super().scale_loss(loss)
+
+    @property
+    def has_scaled_a_loss(self) -> bool:
+        """Whether ``scale_loss`` was ever called, by a step or while one was traced."""
+        return self._pending.scaled_any
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Keras 2's name for ``scale_loss``."""
+        return self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """The true gradients, as in Keras 2: to look at, and to give to ``apply``.
+
+        ``apply`` knows these very tensors again, and inside ``tf.function`` also what was made
+        from them. Elsewhere say ``apply(..., unscaled=True)`` of gradients that were clipped.
+        """
+        grads = list(grads)
+        true = self._unscaled(grads)
+        self._pending.unscaled(grads, true)
+        return true
+
+    def _unscaled(self, grads: Iterable[Any], variables: Sequence[Any] = ()) -> list[Any]:
+        scale = self.dynamic_scale if self.built else self.initial_scale
+        return [
+            g if g is None or keep else ops.divide(g, scale)
+            for g, keep in zip_longest(grads, self._replaced(variables), fillvalue=False)
+        ]
+
+    def _replaced(self, variables: Sequence[Any]) -> list[bool]:
+        """Which variables, of float8 training, take their new value in place of a gradient."""
+        return [self._overwrite_variable_with_gradient(v) for v in variables]
+
+    def apply(
+        self,
+        grads: Iterable[Any],
+        trainable_variables: Iterable[Any] | None = None,
+        *,
+        unscaled: bool | None = None,
+    ) -> None:
+        """Unscale, step if every gradient is finite, update the scale.
+
+        Args:
+            grads: a gradient for each variable, or None.
+            trainable_variables: those of ``build`` when left out.
+            unscaled: whether ``grads`` are true gradients; when left out, those that came from
+                ``get_unscaled_gradients`` are.
+        """
+        grads = list(grads)
+        if any(isinstance(g, keras.Variable) for g in grads):
+            raise ValueError(
+                "apply() got variables where it expects gradients; the order is "
+                "apply(grads, variables) and apply_gradients(zip(grads, variables))"
+            )
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(list(trainable_variables or ()))
+            self.built = True
+        variables = list(trainable_variables or self._trainable_variables)
+        known = self._pending.are_true(grads, unscaled)
+        # Before the check: with a scale below 1 the true gradient can be too large for float32.
+        grads = grads if known else self._unscaled(grads, variables)
+        if keras.backend.backend() == "tensorflow":
+            self._apply_on_replicas(grads, variables)
+        else:
+            self._apply(self._found(grads, variables), grads, variables)
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: bool | None = None
+    ) -> Any:
+        """``apply`` on pairs; returns ``iterations``, as Keras does."""
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables, unscaled=unscaled)
+        return self.iterations
+
+    def stateless_apply(
+        self, optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """``apply`` on values instead of variables; returns the new values."""
+        # Keras's base class calls apply() in a stateless scope, which is all it takes.
+        return super(_KERAS, self).stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def _found(self, grads: list[Any], variables: list[Any]) -> Found:
+        peak = None
+        if self._trend is not None:
+            replaced = self._replaced(variables)
+            pairs = zip(grads, replaced, strict=True)
+            real = [g for g, keep in pairs if g is not None and not keep]
+            peak = largest(real) if real else ops.convert_to_tensor(NOTHING, "int32")
+        return Found(self.check_finite(grads), self._pending.loss_finite(), peak)
+
+    def _apply(self, found: Found, grads: list[Any], variables: list[Any]) -> None:
+        def step() -> None:
+            self.inner_optimizer.apply(grads, variables)
+
+        if keras.backend.backend() == "jax":
+            self._step_if(found.finite, step)
+        else:
+            ops.cond(found.finite, step, lambda: None)
+        self._advance(found)
+
+    def _step_if(self, finite: Any, step: Callable[[], None]) -> None:
+        """``ops.cond`` for JAX, where both branches return all the state there is."""
+        from jax.core import Tracer
+
+        if not isinstance(finite, Tracer):  # a cond would compile anew at every step
+            return step() if finite else None
+
+        everything = [*self._trainable_variables, *self.variables]
+        before = [v.value for v in everything]
+
+        def after() -> list[Any]:
+            mapping = list(zip(everything, before, strict=True))
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                step()
+            return [scope.get_current_value(v) for v in everything]
+
+        chosen = ops.cond(finite, after, lambda: before)
+        for variable, value in zip(everything, chosen, strict=True):
+            variable.assign(value)
+        return None
+
+    def _apply_on_replicas(self, grads: list[Any], variables: list[Any]) -> None:
+        """TensorFlow: every replica steps, or none does."""
+        import tensorflow as tf
+
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            raise ValueError(
+                "apply() was called in a cross-replica context; call it inside strategy.run()"
+            )
+        found, total = self._found(grads, variables), tf.distribute.ReduceOp.SUM
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            if context.num_replicas_in_sync > 1:
+                found = from_counts(context.all_reduce(total, counts_of(found)))
+            self._apply(found, grads, variables)
+            return
+
+        def merged(strategy: Any, counts: Any, grads: list[Any], variables: list[Any]) -> None:
+            counts = {k: strategy.reduce(total, v, axis=None) for k, v in counts.items()}
+            found = from_counts(counts)
+            each, apply = strategy.extended.call_for_each_replica, self.inner_optimizer.apply
+            # Here and not in a replica: a branch of a cond there may not merge replicas, and
+            # the inner optimizer does.
+            ops.cond(found.finite, lambda: each(apply, (grads, variables)), lambda: None)
+            self._advance(found)
+
+        context.merge_call(merged, args=(counts_of(found), grads, variables))
+
+    def _advance(self, found: Found) -> None:
+        """One step of the rule, and its counters."""
+        variables = (self.dynamic_scale, self.step_counter, self.hysteresis_tracker)
+        before = ScaleState(*(ops.convert_to_tensor(v) for v in variables))
+        skipped, loss_finite = ops.logical_not(found.finite), found.loss_finite
+        after = update(self._rule, before, skipped, where=ops.where, loss_finite=loss_finite)
+        if self._trend is not None:
+            after = self._followed(before, after, found)
+        for variable, value in zip(variables, after, strict=True):
+            variable.assign(value)
+        self.skipped_steps.assign(
+            ops.add(ops.convert_to_tensor(self.skipped_steps), ops.cast(skipped, "int32"))
+        )
+        self.last_finite.assign(found.finite)
+
+    def _followed(self, before: ScaleState, after: ScaleState, found: Found) -> ScaleState:
+        """The state with the scale that the trend of the gradients asks for."""
+        assert isinstance(self.policy, Adaptive)
+        variables = (self.peaks, self.limit)
+        remembered = Trend(*map(ops.convert_to_tensor, variables))
+        skipped = ops.logical_not(found.finite)
+        blamed = ops.logical_and(skipped, found.loss_finite)
+        scale, trend = follow(self.policy, before, after, remembered, skipped, blamed, found.peak)
+        for variable, value in zip(variables, trend, strict=True):
+            variable.assign(value)
+        return after._replace(scale=scale)
+
+    @property
+    def _extra(self) -> list[Any]:
+        """The variables that Keras's own class does not have, the trend's last."""
+        extra = [self.hysteresis_tracker, self.skipped_steps, self.last_finite]
+        return [*extra, *(self._trend or ())]
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the variables, also from a file saved with Keras's class or another policy."""
+        if self.built:
+            extra, saved = self._extra, [store[str(i)] for i in range(len(store.keys()))]
+            first = len(self._variables) - len(extra)
+            held = len(saved) - (len(self.variables) - len(extra))
+            if held in (0, 3, 5) and held != len(extra):
+                kept = saved[first : first + held][: len(extra)]
+                kept += [v.numpy() for v in extra[len(kept) :]]
+                saved[first : first + held] = kept
+                store = {str(i): value for i, value in enumerate(saved)}
+        super().load_own_variables(store)
+
+    def get_config(self) -> dict[str, Any]:
+        """Keras's four keys, and the policy where they do not say all of it."""
+        config, policy = super().get_config(), self.policy
+        if policy == _policy(self.initial_scale, self.dynamic_growth_steps, dynamic=True):
+            return config
+        fields = asdict(policy)
+        if callable(fields.get("on_floor")):
+            fields["on_floor"] = keras.saving.serialize_keras_object(fields["on_floor"])
+        return {**config, "policy": {"kind": type(policy).__name__, **fields}}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> LossScaleOptimizer:
+        """From a config of this class or of Keras's."""
+        config = dict(config)
+        if "policy" in config:
+            fields = dict(config["policy"])
+            if isinstance(fields.get("on_floor"), dict):
+                fields["on_floor"] = keras.saving.deserialize_keras_object(
+                    fields["on_floor"], custom_objects=custom_objects
+                )
+            config["policy"] = _POLICIES[fields.pop("kind")](**fields)
+            config.pop("initial_scale", None)
+            config.pop("dynamic_growth_steps", None)
+        return super().from_config(config, custom_objects)
+
+
+def _check_inner(optimizer: Any) -> None:
+    if isinstance(optimizer, _KERAS):
+        raise ValueError(
+            f"the optimizer is a {type(optimizer).__name__} already, and its gradients would be "
+            "unscaled twice: wrap its inner_optimizer, or go on from Keras's own class with "
+            "gradlift.keras.from_keras(optimizer)"
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            "inner_optimizer must be a Keras optimizer, for instance keras.optimizers.Adam(1e-3), "
+            f"got {optimizer!r}"
+        )
+
+
+def _policy(initial_scale: float | None, growth_steps: int | None, dynamic: bool) -> Policy:
+    scale = 2.0**15 if initial_scale is None else initial_scale
+    if not dynamic:
+        return Static(scale)
+    steps = {} if growth_steps is None else {"growth_interval": growth_steps}
+    return Dynamic.keras(init_scale=scale, **steps)
+
+
+def from_keras(
+    optimizer: keras.optimizers.LossScaleOptimizer, policy: Policy | None = None
+) -> LossScaleOptimizer:
+    """Go on from Keras's own ``LossScaleOptimizer``, for instance one that a file held.
+
+    ``model.optimizer = from_keras(model.optimizer)`` after ``load_model``.
+
+    Args:
+        optimizer: Keras's; its inner optimizer is taken over, not copied.
+        policy: the rule from now on; Keras's own numbers when left out.
+    """
+    scale, steps = optimizer.initial_scale, optimizer.dynamic_growth_steps
+    policy = Dynamic.keras(init_scale=scale, growth_interval=steps) if policy is None else policy
+    ours = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, name=optimizer.name)
+    if optimizer.built:
+        ours.build(optimizer._trainable_variables)
+        ours.dynamic_scale.assign(optimizer.dynamic_scale)
+        ours.step_counter.assign(optimizer.step_counter)
+    return ours

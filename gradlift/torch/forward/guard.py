@@ -1,0 +1,339 @@
+"""Modules whose forward pass leaves float16's range, run so that they cannot.
+
+Most of a network fits into float16, and one or two modules do not: the second product of a T5's
+feed-forward layer, a gate of a GeGLU, attention scores. A guard mends these alone, and leaves every
+other module as it is, bit for bit:
+
+    Linear, Conv      the input times 2^-k, the product in half precision, the result in float32
+                      times 2^k, and then the bias: powers of two change no bit of a product
+    anything else     the module alone in float32: inputs cast up, autocast off inside
+
+The result stays in float32, so that a residual stream that goes on from it is whole; the next
+half-precision layer casts it down, and is mended in its turn if it must. Where parameters are
+half-precision themselves (``model.half()``) the next layer takes no float32, so the result is cast
+back, and a residual stream beyond 65504 cannot be kept.
+
+What it costs: a mended Linear or Conv keeps its speed and stores a float32 output, twice the memory
+of a half one; any other mended module runs at float32's speed.
+
+How a module is found: in one forward pass each module's output is looked at as it comes; one that
+is not finite though its inputs were, or that comes within ``distance`` octaves of the format's
+largest number, is mended on the spot and run again. So one look mends a whole forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from gradlift.torch.adaptive.names import Names
+
+HALF = torch.finfo(torch.float16)
+# Products in half precision are kept this many octaves below the largest number.
+_ROOM = 4
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class ForwardGuard:
+    """Keeps the forward pass of a model within float16's range.
+
+    ::
+
+        guard = ForwardGuard(model)
+        scaler = GradScaler("cuda", model=model, forward=guard)  # looks after a bad loss
+
+    or by hand: ``with guard.looking(): model(batch)`` looks at one forward pass and mends what
+    needs it.
+
+    Args:
+        model: whose modules are mended.
+        distance: octaves below 65504 that count as too close.
+    """
+
+    def __init__(self, model: nn.Module, distance: float = 1.0) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"ForwardGuard takes a model, got {type(model).__name__}")
+        if (
+            isinstance(distance, bool)
+            or not isinstance(distance, (int, float))
+            or not distance >= 0
+        ):
+            raise ValueError(f"distance must be a number of octaves from 0 up, got {distance!r}")
+        self._names = Names(model)
+        self._modules = self._names.modules
+        self.distance = float(distance)
+        self._mended: dict[str, str] = {}
+
+    @property
+    def mended(self) -> Mapping[str, str]:
+        """The modules that run mended, and why, by name."""
+        return dict(self._mended)
+
+    def __repr__(self) -> str:
+        if not self._mended:
+            return "ForwardGuard(nothing mended)"
+        lines = [f"  {name or 'the model'}: {why}" for name, why in self._mended.items()]
+        return "\n".join(["ForwardGuard(", *lines, ")"])
+
+    def name_of(self, module: nn.Module) -> str:
+        """The name that a module goes by here."""
+        return self._names.of_module[id(module)]
+
+    # By hand.
+
+    def mend(self, name: str, why: str = "by hand") -> None:
+        """Run the module ``name`` mended from now on."""
+        name, module = self._find(name)
+        if name not in self._mended:
+            module.forward = partial(_forward_of(module), module, type(module).forward)
+        self._mended.setdefault(name, why)
+
+    def undo(self, name: str) -> None:
+        """Run the module ``name`` as it was."""
+        name, module = self._find(name)
+        if self._mended.pop(name, None) is not None:
+            module.__dict__.pop("forward", None)
+
+    def _find(self, name: str) -> tuple[str, nn.Module]:
+        name = self._names.resolve((name,))[name]
+        module = self._modules[name]
+        if name not in self._mended and "forward" in module.__dict__:
+            raise ValueError(f"{name!r} has a forward of its own already, which is left alone")
+        return name, module
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, str]:
+        """The names of the mended modules, and why."""
+        return dict(self._mended)
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Mend what was mended. A state with another model's names is refused as a whole."""
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a guard's state is a dict of names, got {type(state).__name__}")
+        for name, why in state.items():
+            if not isinstance(name, str) or not isinstance(why, str):
+                raise ValueError(f"a guard's state maps names to reasons, got {name!r}: {why!r}")
+            self._find(name)
+        for name in [name for name in self._mended if name not in state]:
+            self.undo(name)
+        for name, why in state.items():
+            self.mend(name, why)
+
+    # Looking.
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at the forward passes inside, module by module; each look waits for the device."""
+        look = self.start()
+        try:
+            yield
+        finally:
+            look.stop()
+
+    def start(self) -> Look:
+        """``looking`` for whoever cannot use ``with``; ends with the ``stop`` of what it gives."""
+        return Look(self)
+
+
+class Look:
+    """A look at the forward passes of a guard's model, until ``stop``.
+
+    Args:
+        guard: what mends.
+    """
+
+    def __init__(self, guard: ForwardGuard) -> None:
+        self._guard = guard
+        self._handles: list[RemovableHandle] = []
+        self._finite: dict[int, list[bool]] = {}
+        self._old: tuple[str, ...] = tuple(guard._mended)
+        for module in guard._modules.values():
+            before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+            after = module.register_forward_hook(self._after, with_kwargs=True)
+            self._handles += [before, after]
+
+    def stop(self) -> tuple[str, ...]:
+        """Look no more; the names that were mended meanwhile."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        return tuple(name for name in self._guard._mended if name not in self._old)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._finite.setdefault(id(module), []).append(_largest((args, kwargs)) < math.inf)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        was_finite, name = self._finite[id(module)].pop(), self._guard.name_of(module)
+        largest = _largest(output)
+        halves = _largest(output, halves_alone=True)
+        close = halves > HALF.max * 2.0**-self._guard.distance
+        if not was_finite or name in self._guard._mended or not (largest == math.inf or close):
+            return None
+        if "forward" in module.__dict__:
+            return None
+        self._guard.mend(name, _reason(largest))
+        again = module.forward(*args, **kwargs)
+        if largest == math.inf and _largest(again) == math.inf:
+            # Not the format's doing: a division by zero stays one.
+            self._guard.undo(name)
+            return None
+        return again
+
+
+def _reason(largest: float) -> str:
+    if largest == math.inf:
+        return "its output was not finite though its inputs were"
+    return f"its output came up to {largest:.3g}, and float16 ends at 65504"
+
+
+def _largest(tree: Any, halves_alone: bool = False) -> float:
+    """The largest magnitude in some tensors, inf where one is not finite; waits for the device."""
+    largest = 0.0
+    for tensor in _tensors(tree):
+        if tensor.is_floating_point() and tensor.numel():
+            if halves_alone and tensor.dtype != torch.float16:
+                continue
+            value = float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+            largest = max(largest, math.inf if math.isnan(value) else value)
+    return largest
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in a module's arguments or outputs: dicts, sequences, and objects with fields."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for entry in tree.values():
+            yield from _tensors(entry)
+    elif isinstance(tree, (list, tuple)):
+        for entry in tree:
+            yield from _tensors(entry)
+
+
+# How a mended module runs.
+
+Forward = Callable[..., Any]
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    if type(module) is nn.Linear:
+        return _linear
+    zeros = getattr(module, "padding_mode", "zeros") == "zeros"
+    return _conv if type(module) in _CONVS and zeros else _in_float32
+
+
+def _linear(module: nn.Linear, plain: Forward, x: Tensor) -> Tensor:
+    """``plain(module, x)`` for a Linear, computed in half precision without leaving its range."""
+    half = _half_of(module, x)
+    if half is None:
+        return plain(module, x)
+    down, up = _powers(module, x)
+    with torch.autocast(x.device.type, enabled=False):
+        product = F.linear((x.float() * down).to(half), module.weight.to(half)).float() * up
+        return _back(product if module.bias is None else product + module.bias.float(), module)
+
+
+def _conv(module: Any, plain: Forward, x: Tensor) -> Tensor:
+    """The same for a convolution."""
+    half = _half_of(module, x)
+    if half is None:
+        return plain(module, x)
+    down, up = _powers(module, x)
+    with torch.autocast(x.device.type, enabled=False):
+        product = module._conv_forward((x.float() * down).to(half), module.weight.to(half), None)
+        product = product.float() * up
+        if module.bias is not None:
+            product = product + module.bias.float().reshape(-1, *[1] * (product.dim() - 2))
+        return _back(product, module)
+
+
+def _in_float32(module: nn.Module, plain: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Any other module, in float32 alone."""
+    with _one_type(module) as device, torch.autocast(device, enabled=False):
+        out = plain(module, *_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+    return _cast(out, torch.float16) if _is_half(module) else out
+
+
+def _half_of(module: Any, x: Tensor) -> torch.dtype | None:
+    """The type that a product would be computed in; None where that is none to guard."""
+    if torch.is_autocast_enabled(x.device.type):
+        half = torch.get_autocast_dtype(x.device.type)
+    else:
+        half = module.weight.dtype
+    return half if half == torch.float16 else None
+
+
+def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """2^-k and 2^k, 0-d float32 on the device of ``x``: k keeps the product below the format's
+    largest number, whatever the signs are, and is 0 where it stays below by itself."""
+    weight = module.weight.detach()
+    rows = weight.reshape(weight.shape[0], -1)
+    bound = (
+        torch.linalg.vector_norm(x.detach().float(), math.inf)
+        * torch.linalg.vector_norm(rows.float(), 1, dim=1).max()
+    )
+    limit = math.log2(HALF.max) - _ROOM
+    over = torch.ceil(torch.log2(bound.clamp(min=1.0)) - limit).clamp(min=0.0)
+    # A product that is not finite anyway stays what it is.
+    k = torch.where(torch.isfinite(over), over, 0.0).clamp(max=126.0)
+    return _power_of_two(-k), _power_of_two(k)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent for whole float32 exponents from -126 to 127, exact on every device."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def _back(product: Tensor, module: nn.Module) -> Tensor:
+    return product.half() if _is_half(module) else product
+
+
+def _is_half(module: nn.Module) -> bool:
+    """Whether its own parameters are half-precision, so that its neighbours' are too."""
+    return any(p.dtype == torch.float16 for p in module.parameters())
+
+
+@contextmanager
+def _one_type(module: nn.Module) -> Iterator[str]:
+    """The module's half-precision parameters in float32, for one call; gives their device type."""
+    first = next(iter(module.parameters()), None)
+    device = "cpu" if first is None else first.device.type
+    halves = {name: p.float() for name, p in module.named_parameters() if p.dtype == torch.float16}
+    if not halves:
+        yield device
+        return
+    with nn.utils.parametrize.cached(), _swapped(module, halves):
+        yield device
+
+
+@contextmanager
+def _swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other tensors in the place of parameters; gradients flow through to these."""
+    accessor = torch.nn.utils._named_member_accessor.NamedMemberAccessor(module)
+    old, _ = accessor.swap_tensors_dict(dict(tensors), allow_missing=False)
+    try:
+        yield
+    finally:
+        accessor.swap_tensors_dict(old, allow_missing=False)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """The floating tensors of a tree in another type; other objects as they are."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, dict):
+        return type(tree)({key: _cast(entry, dtype) for key, entry in tree.items()})
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_cast(entry, dtype) for entry in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_cast(entry, dtype) for entry in tree)
+    return tree

@@ -1,0 +1,303 @@
+"""One step, watched operation by operation, so that the first bad tensor can be named.
+
+While it is on, every operation that torch runs, forward and backward, is noted: what it read, what
+it wrote, and three numbers of each tensor (largest magnitude, infs, NaNs), computed on the device.
+Nothing is read back before the step is over. It costs a few small launches for each operation, so
+it is on for one step at a time, and only when somebody wants to know.
+
+Tensors are told apart by their storage: views share one, an operation in place writes to the one
+it read, and memory that is used again belongs to whoever wrote to it last.
+
+Modules push their names while they run. In the backward pass the node that runs was numbered by
+torch when the forward pass made it, and the numbers that a module's call began and ended with say
+which module that was.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradlift.torch.adaptive.names import Names
+from gradlift.torch.forward.cause import Cause, cause_of
+from gradlift.torch.forward.origin import Operation, Value, find
+
+
+class _Written(NamedTuple):
+    """A tensor that was looked at; ``place`` is its row among the numbers of its device."""
+
+    device: torch.device
+    place: int
+    elements: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Noted(NamedTuple):
+    """An operation, before its numbers are known."""
+
+    name: str
+    module: str | None
+    outputs: tuple[_Written, ...]
+    inputs: tuple[tuple[int, int], ...] = ()
+    backward: str | None = None
+    source: str | None = None
+    constant: bool = False
+
+
+class StepWatch:
+    """Watches what runs between ``start`` and ``stop``.
+
+    Args:
+        model: whose names modules, parameters and buffers are called by; None for their classes.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._modules = () if model is None else tuple(model.modules())
+        self._names = {} if model is None else Names(model).of_module
+        self._tensors = {} if model is None else _tensors_of(model)
+        self._mode: _Mode | None = None
+        self._handles: list[Any] = []
+        self._stance: Any = None
+        self._noted: list[_Noted] = []
+        self._writers: dict[int, tuple[int, int]] = {}
+        self._numbers: dict[torch.device, list[Tensor]] = {}
+        self._stack: list[tuple[str, int]] = []
+        self._calls: list[tuple[int, int, str]] = []
+        self._losses: list[tuple[int, int]] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a step is being watched."""
+        return self._mode is not None
+
+    def start(self) -> None:
+        """Watch from now on, in this thread and the backward passes it begins."""
+        if self.is_on:
+            return
+        if "torch._dynamo" in sys.modules:
+            # A compiled model shows nothing of itself; for this step it runs as it was written.
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        self._handles = [*self._hook()]
+        self._mode = _Mode(self)
+        self._mode.__enter__()
+
+    def _hook(self) -> Iterator[Any]:
+        """Without a model every module there is; torch.compile warns of hooks like these."""
+        if not self._modules:
+            yield module_hooks.register_module_forward_pre_hook(self._enter)
+            yield module_hooks.register_module_forward_hook(self._leave, always_call=True)
+        for module in self._modules:
+            yield module.register_forward_pre_hook(self._enter)
+            yield module.register_forward_hook(self._leave, always_call=True)
+
+    def stop(self) -> None:
+        """Watch no more. Safe to call at any time, also after the step has raised."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+            for handle in self._handles:
+                handle.remove()
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
+
+    def see_loss(self, loss: Tensor) -> None:
+        """This tensor, any shape, is a loss; where it is not finite, this is what to explain."""
+        if self.is_on:
+            self._losses.extend(self._read((loss,)))
+
+    def cause(self, grads: Iterable[Tensor]) -> Cause | None:
+        """What broke the step; None if nothing did. Waits for the device.
+
+        Args:
+            grads: the gradients to explain where the losses were finite.
+        """
+        self.stop()
+        last = self._read(grads)
+        operations = self._operations()
+        found = find(operations, self._losses) or find(operations, last)
+        return None if found is None else cause_of(found)
+
+    # What runs.
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation has run; called by the mode."""
+        schema = func._schema
+        written = [*_tensors_in(out), *_written(schema, args, kwargs)]
+        inputs = list(_tensors_in((args, kwargs)))
+        read = {_key(tensor) for tensor in inputs}
+        if not schema.is_mutable and all(_key(tensor) in read for tensor in written):
+            return  # a view, or nothing
+        node = torch._C._current_autograd_node()
+        place = self._module_now() if node is None else self._module_of(node)
+        before = self._read(inputs)
+        floats = tuple(tensor for tensor in written if _is_float(tensor))
+        index = len(self._noted)
+        constant = any(isinstance(v, float) and math.isinf(v) for v in _scalars_in((args, kwargs)))
+        self._noted.append(
+            _Noted(
+                schema.name,
+                place,
+                tuple(map(self._measured, floats)),
+                before,
+                None if node is None else node.name(),
+                constant=constant,
+            )
+        )
+        for tensor in written:
+            self._writers.pop(_key(tensor), None)
+        for output, tensor in enumerate(floats):
+            self._writers[_key(tensor)] = index, output
+
+    def _read(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+        """Who wrote these; what nobody wrote in this step is noted as it is."""
+        found = []
+        for tensor in tensors:
+            if not _is_float(tensor):
+                continue
+            key = _key(tensor)
+            if key not in self._writers:
+                source, name = self._tensors.get(key, ("input", ""))
+                self._writers[key] = len(self._noted), 0
+                self._noted.append(
+                    _Noted(name, self._module_now(), (self._measured(tensor),), source=source)
+                )
+            found.append(self._writers[key])
+        return tuple(found)
+
+    def _measured(self, tensor: Tensor) -> _Written:
+        value = _plain(tensor)
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        if value.dtype.itemsize == 1:
+            value = value.float()
+        rows = self._numbers.setdefault(value.device, [])
+        counts = value.isinf().sum(), value.isposinf().sum(), value.isnan().sum()
+        norm = torch.linalg.vector_norm(value, math.inf) if value.numel() else counts[0]
+        rows.append(torch.stack([number.double() for number in (norm, *counts)]))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = tuple(tensor.shape)
+        return _Written(value.device, len(rows) - 1, tensor.numel(), dtype, shape)
+
+    # Where it runs.
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module), type(module).__name__)
+        self._stack.append((name, torch.autograd._get_sequence_nr()))
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._stack:
+            name, first = self._stack.pop()
+            self._calls.append((first, torch.autograd._get_sequence_nr(), name))
+
+    def _module_now(self) -> str | None:
+        return self._stack[-1][0] if self._stack else None
+
+    def _module_of(self, node: Any) -> str | None:
+        """The innermost call that made a node: calls end in the order from the inside out."""
+        number = node._sequence_nr()
+        return next((n for first, last, n in self._calls if first <= number < last), None)
+
+    # Afterwards.
+
+    def _operations(self) -> list[Operation]:
+        numbers = {
+            device: torch.stack(rows).cpu().tolist() for device, rows in self._numbers.items()
+        }
+
+        def value(written: _Written) -> Value:
+            largest, *counts = numbers[written.device][written.place]
+            return Value(largest, *map(int, counts), written.elements, written.dtype, written.shape)
+
+        return [
+            Operation(
+                noted.name,
+                noted.module,
+                tuple(map(value, noted.outputs)),
+                noted.inputs,
+                noted.backward,
+                noted.source,
+                noted.constant,
+            )
+            for noted in self._noted
+        ]
+
+
+class _Mode(TorchDispatchMode):
+    """Tells the watch of every operation."""
+
+    def __init__(self, watch: StepWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._watch.is_on:
+            with torch.no_grad():
+                self._watch.note(func, args, kwargs or {}, out)
+        return out
+
+
+def _tensors_of(model: nn.Module) -> dict[int, tuple[str, str]]:
+    """Parameters and buffers by their storage."""
+    names = Names(model).of_parameter
+    found = {_key(b): ("buffer", name) for name, b in model.named_buffers()}
+    return found | {_key(p): ("parameter", names[id(p)]) for p in model.parameters()}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, its values where it is sparse."""
+    tensor = tensor.detach()
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local._values() if local.is_sparse else local
+
+
+def _key(tensor: Tensor) -> int:
+    """The storage of a tensor; a tensor without one is known by itself."""
+    try:
+        return _plain(tensor).untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type != "meta"
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Arguments that an operation writes to."""
+    if not schema.is_mutable:
+        return
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from _tensors_in(given)
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _scalars_in(tree: Any) -> Iterator[Any]:
+    return (leaf for leaf in _leaves(tree) if not isinstance(leaf, Tensor))
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Operations get and give tensors, numbers, and lists and tuples of them."""
+    if isinstance(tree, (list, tuple)):
+        for entry in tree:
+            yield from _leaves(entry)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree

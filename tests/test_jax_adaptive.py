@@ -1,0 +1,415 @@
+"""``gradlift.jax.adaptive``: prediction, plans, blame, loops, checkpoints, devices."""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# ruff: noqa: E402
+# pyright: reportOptionalSubscript=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+for module in ("jax", "optax", "flax"):
+    pytest.importorskip(module)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gradlift import Dynamic
+from gradlift import jax as gl
+from gradlift.jax import records
+from gradlift.jax.scaler import LOOK
+from gradlift.plan.forecast import predict
+from gradlift.plan.pilot import PATIENCE
+
+if "XLA_FLAGS" not in os.environ:  # the script below asks for eight
+    jax.config.update("jax_num_cpu_devices", 2)
+
+DEPTH, WIDTH = 12, 16
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(8, WIDTH)), jnp.float32)
+
+
+def new_params(gain=0.15):
+    """Gradients shrink by the layer, so that one exponent does not serve them all."""
+    w = gain * np.random.default_rng(1).normal(size=(DEPTH, WIDTH, WIDTH)) / WIDTH**0.5
+    b = 0.5 * np.random.default_rng(2).normal(size=(DEPTH, WIDTH))
+    return {"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray(b, jnp.float32)}
+
+
+PARAMS = new_params()
+
+
+def loss_fn(params, x, size, dtype=jnp.float16):
+    """``size`` multiplies the loss, and with it every gradient."""
+
+    def body(h, layer):
+        return gl.cut(
+            jnp.tanh(h @ layer["w"].astype(dtype) + layer["b"].astype(dtype)), "layer"
+        ), None
+
+    h, _ = lax.scan(body, x.astype(dtype), params)
+    return jnp.mean(h.astype(jnp.float32) ** 2) * size
+
+
+def doubling(step):
+    return jnp.float32(2.0 ** (step / 20))
+
+
+def true_grads(params, size=1.0):
+    return jax.grad(loss_fn)(params, X, size, jnp.float32)
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def run(scaler, state, steps, size=doubling, start=0):
+    """The state after some steps, and how many of them were skipped."""
+    flags = []
+    for step in range(start, start + steps):
+        state, out = scaler(state, PARAMS, X, size(step))
+        flags.append(out.finite)
+    return state, int(sum(not flag for flag in flags))
+
+
+def test_growing_gradients_skip_no_step_where_a_dynamic_scale_skips_many():
+    scaler = gl.adaptive(loss_fn)
+    state, skipped = run(scaler, scaler.init(PARAMS, X, doubling(0)), 260)
+    assert skipped == 0
+    assert scaler._jitted._cache_size() == 2  # a step and a probe
+    assert state.loss_scale.skipped_steps == 0
+
+    step = jax.jit(gl.value_and_grad(loss_fn))
+    dynamic = gl.init(Dynamic(growth_interval=50))
+    for i in range(260):
+        dynamic = step(dynamic, PARAMS, X, doubling(i)).state
+    assert dynamic.skipped_steps > 5
+
+
+def test_every_layer_has_its_gradient():
+    scaler = gl.adaptive(loss_fn)
+    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 12, lambda _: 1.0)
+    out = scaler(state, PARAMS, X, 1.0)[1]
+    assert out.finite
+    assert scaler.plan.active
+    assert "layer[" in str(scaler.plan)
+    true = true_grads(PARAMS)["w"] * 2.0**40  # squares of such numbers are out of float32's range
+    plain = gl.value_and_grad(loss_fn)(state.loss_scale, PARAMS, X, 1.0)
+
+    def errors(grads):
+        difference = jnp.linalg.norm(grads["w"] * 2.0**40 - true, axis=(1, 2))
+        return difference / jnp.linalg.norm(true, axis=(1, 2))
+
+    assert errors(out.grads).max() < 0.02
+    assert errors(plain.grads)[0] > 0.5  # flushed, at the one scale
+
+
+def test_prediction_on_the_device_is_the_hosts():
+    rng = np.random.default_rng(3)
+    step = jax.jit(records.predicted)
+    for case in range(300):
+        length = rng.integers(0, PATIENCE + 1)
+        slope, start = rng.uniform(-0.3, 0.3), rng.integers(-30, 20)
+        peaks = [int(start + slope * i + rng.integers(-1, 2)) for i in range(length)]
+        history = [None if rng.random() < 0.05 * (case % 3) else peak for peak in peaks]
+        exponent, limit = int(rng.integers(-10, 30)), int(rng.integers(-5, 13))
+        rows = [records.NOTHING] * (PATIENCE - length)
+        rows += [records.NOTHING if peak is None else peak for peak in history]
+        found = step(jnp.int32(exponent), jnp.asarray(rows, jnp.int32), jnp.int32(limit))
+        assert found == predict(exponent, history, limit=limit, patience=PATIENCE), case
+        assert step(jnp.int32(exponent), jnp.asarray(rows, jnp.int32), records.NO_LIMIT) == exponent
+
+
+def test_an_overflow_is_blamed_on_the_component_whose_parameters_show_it():
+    def spiked(params, x, spike):
+        """The gradient of one layer's weights is multiplied, and nothing else's."""
+
+        def body(h, layer):
+            times = 1 + (spike - 1) * layer["hit"].astype(jnp.float16)
+            w = layer["w"].astype(jnp.float16)
+            w = lax.stop_gradient(w) + (w - lax.stop_gradient(w)) * times
+            return gl.cut(jnp.tanh(h @ w), "layer"), None
+
+        h, _ = lax.scan(body, x.astype(jnp.float16), params)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    params = {"w": new_params(0.9)["w"], "hit": jnp.zeros(DEPTH).at[4].set(1.0)}
+    scaler = gl.adaptive(spiked)
+    one = jnp.float16(1)
+    state = scaler.init(params, X, one)
+    for _ in range(20):
+        state, out = scaler(state, params, X, one)
+    before = highest(scaler.plan)
+    state, out = scaler(state, params, X, jnp.float16(2.0**14))
+    assert not out.finite
+    names = np.array(scaler._model[1].names)[np.asarray(state.overflowed)]
+    assert names.tolist() == ["['w'][4]"]
+    for _ in range(2 * LOOK):  # until the host has heard of it
+        state, _ = scaler(state, params, X, one)
+        after = highest(scaler.plan)
+        if after != before:
+            break
+    assert {name for name in after if after[name] < before[name]} == {"layer[4]"}
+
+
+def highest(plan):
+    """The largest exponent that each part of the network allows."""
+    return {c.modules[0]: c.interval.high for c in plan.components if c.modules}
+
+
+def test_a_loss_that_is_not_finite_teaches_nothing():
+    scaler = gl.adaptive(loss_fn)
+    state = scaler.init(PARAMS, X, 1.0)
+    state, out = scaler(state, PARAMS, X, jnp.nan)  # a probe, too
+    assert not out.finite
+    assert scaler.plan is None
+    assert state.scale == 2.0**8
+    state, _ = run(scaler, state, 20, lambda _: 1.0)
+    plan, scale = scaler.plan, state.scale
+    for _ in range(2 * LOOK):
+        state, out = scaler(state, PARAMS, X, jnp.inf)
+        assert not out.finite
+    assert state.scale == scale
+    assert scaler.plan.exponents == plan.exponents
+
+
+def optax_step(scaler, tx):
+    def step(state, params, opt_state, size):
+        state, out = scaler(state, params, X, size)
+        updates, after = tx.update(out.grads, opt_state, params)
+        new = gl.select(
+            out.finite, (optax.apply_updates(params, updates), after), (params, opt_state)
+        )
+        return state, *new
+
+    return step
+
+
+def test_a_step_inside_jit_with_donation_is_the_same_and_compiles_twice():
+    tx = optax.sgd(1e-3)
+    results = []
+    for inside in (True, False):
+        scaler = gl.adaptive(loss_fn)
+        state, params = scaler.init(PARAMS, X, 1.0), jax.tree.map(jnp.copy, PARAMS)
+        opt_state = tx.init(params)
+        step = optax_step(scaler, tx)
+        jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+        for i in range(40):
+            if inside:
+                state, params, opt_state = jitted(state, params, opt_state, doubling(i))
+                state = scaler.adjust(state)
+            else:
+                state, params, opt_state = step(state, params, opt_state, doubling(i))
+        assert not inside or jitted._cache_size() == 2
+        results.append((state.scale, scaler.plan.exponents))
+    assert results[0] == results[1]
+
+
+def test_a_scan_over_steps_predicts_on_the_device():
+    scaler = gl.adaptive(loss_fn)
+    state = scaler.init(PARAMS, X, 1.0)
+
+    @jax.jit
+    def steps(state, sizes):
+        def body(state, size):
+            state, out = scaler(state, PARAMS, X, size)
+            return state, out.finite
+
+        return lax.scan(body, state, sizes)
+
+    sizes = jax.vmap(doubling)(jnp.arange(240.0))
+    flags = []
+    for chunk in sizes.reshape(6, 40):
+        state, finite = steps(state, chunk)
+        state = scaler.adjust(state, steps=40)
+        flags.append(finite)
+    assert np.concatenate(flags).all()
+    assert scaler.plan.active
+    assert state.records[-1, records.STEP] == 239
+
+    # Nobody looks in at all: no plan, and no overflow either.
+    scaler = gl.adaptive(loss_fn)
+    state, finite = steps(scaler.init(PARAMS, X, 1.0).replace(bins=None), sizes)
+    assert finite.all()
+    assert scaler.plan is None
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(scaler.adjust)(state)
+
+
+def test_steps_that_the_host_was_not_told_of_are_found_out():
+    scaler = gl.adaptive(loss_fn)
+    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 10, lambda _: 1.0)
+    for _ in range(3):  # nobody says so
+        state = jax.jit(scaler)(state, PARAMS, X, 1.0)[0]
+    with pytest.raises(ValueError, match=r"told of \d+ steps and its state has taken \d+"):
+        run(scaler, state, 3 * LOOK, lambda _: 1.0)
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
+    import orbax.checkpoint as ocp
+
+    scaler = gl.adaptive(loss_fn)
+    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 23)
+    saved = scaler.to_dict(state)
+    assert saved["waiting"]  # a step the pilot has not heard of yet
+    assert json.dumps(json.loads(json.dumps(saved))) == json.dumps(saved)
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as saver:
+        saver.save(tmp_path / "scaler", args=ocp.args.JsonSave(saved))
+        read = saver.restore(tmp_path / "scaler")
+    other = gl.adaptive(loss_fn)
+    loaded = other.from_dict(read, PARAMS, X, 1.0)
+    assert_same(loaded, state)
+    assert other.plan == scaler.plan
+    ends = [run(s, begun, 40, start=23)[0] for s, begun in ((scaler, state), (other, loaded))]
+    assert_same(*ends)
+    assert other.plan == scaler.plan
+    assert other.to_dict(ends[1]) == scaler.to_dict(ends[0])
+
+
+def test_the_arrays_alone_go_through_orbax_and_go_on(tmp_path):
+    import orbax.checkpoint as ocp
+
+    scaler = gl.adaptive(loss_fn)
+    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 23)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+        saver.wait_until_finished()
+        restored = saver.restore(tmp_path / "state", jax.eval_shape(lambda: state))
+    assert_same(restored, state)
+    other = gl.adaptive(loss_fn)
+    other.init(PARAMS, X, 1.0)
+    state, skipped = run(other, restored, 20, start=23)
+    assert skipped == 0
+    assert other.plan is not None
+
+
+def test_a_damaged_checkpoint_is_refused():
+    scaler = gl.adaptive(loss_fn)
+    saved = scaler.to_dict(run(scaler, scaler.init(PARAMS, X, 1.0), 4)[0])
+    for key in saved:
+        with pytest.raises(ValueError, match="adaptive scaler"):
+            gl.adaptive(loss_fn).from_dict(
+                {k: v for k, v in saved.items() if k != key}, PARAMS, X, 1.0
+            )
+    fewer = jax.tree.map(lambda x: x[:5], PARAMS)
+    with pytest.raises(ValueError, match="cuts or parameters are others"):
+        gl.adaptive(loss_fn).from_dict(saved, fewer, X, 1.0)
+    with pytest.raises(ValueError, match="7"):
+        gl.adaptive(loss_fn).from_dict({**saved, "version": 7}, PARAMS, X, 1.0)
+
+
+def test_without_a_cut_there_is_one_scale():
+    def plain(w, x, size):
+        return (
+            jnp.mean((x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32) ** 2)
+            * size
+        )
+
+    scaler = gl.adaptive(plain)
+    w = PARAMS["w"][0]
+    state = scaler.init(w, X, 1.0)
+    for i in range(120):
+        state, out = scaler(state, w, X, doubling(i))
+        assert out.finite
+    assert len(scaler.plan.components) == 1
+    last = records.read(np.asarray(state.records), 118)[0]
+    assert 4 < last.exponent + last.amax <= 15
+
+
+def test_two_devices_in_shard_map_decide_together():
+    mesh, one, split = (
+        Mesh(np.array(jax.devices()[:2]), ("d",)),
+        PartitionSpec(),
+        PartitionSpec("d"),
+    )
+    scaler = gl.adaptive(loss_fn, axis_name="d")
+    state = jax.device_put(gl.adaptive(loss_fn).init(PARAMS, X, 1.0), NamedSharding(mesh, one))
+    scaler.init(PARAMS, X, 1.0)
+
+    def step(state, params, x, size):
+        state, out = scaler(state, params, x, size)
+        return state, out.finite, out.grads
+
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(one, one, split, one), out_specs=one))
+    for i in range(30):
+        state, finite, grads = mapped(state, PARAMS, X, doubling(i))
+        state = scaler.adjust(state)
+        assert finite
+    assert scaler.plan.active
+    assert mapped._cache_size() == 2
+    alone = gl.adaptive(loss_fn)
+    run(alone, alone.init(PARAMS, X, 1.0), 30)
+    for end in (0, -1):  # half the batch on each device, and the same gradients
+        assert abs(scaler.plan.exponents[end] - alone.plan.exponents[end]) <= 3
+    true = true_grads(PARAMS, doubling(29))["w"]
+    np.testing.assert_allclose(grads["w"][-1], true[-1], atol=0.02 * np.abs(true[-1]).max())
+
+
+EIGHT = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+sys.path.insert(0, "tests")
+from test_jax_adaptive import PARAMS, X, doubling, loss_fn
+from gradlift import jax as gl
+
+assert len(jax.devices()) == 8
+mesh = Mesh(np.array(jax.devices()), ("d",))
+params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+x = jax.device_put(jnp.tile(X, (2, 1)), NamedSharding(mesh, P("d")))
+scaler = gl.adaptive(loss_fn)
+state = scaler.init(params, x, 1.0)
+for i in range(30):
+    state, out = scaler(state, params, x, doubling(i))
+assert scaler._jitted._cache_size() == 2, scaler._jitted._cache_size()
+for leaf in jax.tree.leaves(state):
+    shares = [np.asarray(s.data) for s in leaf.addressable_shards]
+    assert len(shares) == 8 and all((s == shares[0]).all() for s in shares)
+print(json.dumps(scaler.to_dict(state)))
+"""
+
+
+def test_eight_devices_have_one_plan_and_their_checkpoint_loads_on_one():
+    flags = "--xla_force_host_platform_device_count=8"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run(
+        [sys.executable, "-c", EIGHT], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    saved = json.loads(found.stdout.splitlines()[-1])
+    scaler = gl.adaptive(loss_fn)
+    x = jnp.tile(X, (2, 1))
+    state = scaler.from_dict(saved, PARAMS, x, 1.0)
+    assert scaler.plan.active
+    assert len(state.offsets.devices()) == 1
+    for i in range(30, 50):
+        state, out = scaler(state, PARAMS, x, doubling(i))
+        assert out.finite
+    assert scaler._jitted._cache_size() <= 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s, state: s(PARAMS, X, 1.0), "got dict: make one with scaler.init"),
+        (lambda s, state: s(PARAMS, state, X), "the state comes first"),
+        (lambda s, state: gl.adaptive(loss_fn)(state, PARAMS, X), "call scaler.init"),
+        (lambda s, state: gl.adaptive(loss_fn, interval=0), "interval .* got 0"),
+        (lambda s, state: gl.adaptive(loss_fn, init_scale=3.0), "power of two, got 3.0"),
+        (lambda s, state: gl.adaptive(loss_fn, tolerance=2.0), "tolerance"),
+    ],
+)
+def test_mistakes_are_told(call, message):
+    scaler = gl.adaptive(loss_fn)
+    state = scaler.init(PARAMS, X, 1.0)
+    with pytest.raises(ValueError, match=message):
+        call(scaler, state)

@@ -1,0 +1,235 @@
+"""A run that no scale can mend says why, by itself, and a guarded one goes on."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradlift.report import read
+from gradlift.torch import AdaptiveGradScaler, ForwardGuard, GradScaler
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:gradlift. the loss is inf or NaN:RuntimeWarning", "error:.*never.*:UserWarning"
+)
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Hot(nn.Module):
+    """A product that float16 cannot hold, and float32 can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        with torch.no_grad():
+            self.up.weight.mul_(3e4)
+            self.down.weight.mul_(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)) * 1e-6
+
+
+def network(hot: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Hot() if hot else nn.Tanh(), nn.Linear(8, 3))
+
+
+class Run:
+    def __init__(self, model: nn.Module, scaler: GradScaler, half: bool = True) -> None:
+        self.model, self.scaler, self.half = model, scaler, half
+        self.optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        self.losses: list[float] = []
+
+    def loss(self, x: Tensor = X) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=self.half):
+            return self.model(x).float().square().mean()
+
+    def step(self, x: Tensor = X) -> None:
+        self.optimizer.zero_grad()
+        loss = self.loss(x)
+        self.losses.append(float(loss.detach()))
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def steps(self, count: int, x: Tensor = X) -> None:
+        for _ in range(count):
+            self.step(x)
+
+
+def made(kind: type[GradScaler], model: nn.Module, **options) -> GradScaler:
+    if kind is AdaptiveGradScaler:
+        return AdaptiveGradScaler(model, "cpu", **options)
+    return GradScaler("cpu", model=model, init_scale=256.0, **options)
+
+
+BOTH = pytest.mark.parametrize("kind", [GradScaler, AdaptiveGradScaler])
+
+
+@BOTH
+def test_a_loss_that_is_nan_is_explained_in_the_next_step(kind: type[GradScaler]):
+    model = network(hot=True)
+    run = Run(model, made(kind, model))
+    run.step()
+    assert run.scaler.last_cause is None
+    with pytest.warns(RuntimeWarning, match=r"gradlift: addmm in 1\.\w+ made .* inf of"):
+        run.step()
+    assert run.scaler.last_cause.name in ("1.up", "1.down")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            run.step()
+
+
+@BOTH
+def test_a_bad_batch_is_told_from_a_bad_model(kind: type[GradScaler]):
+    model = network()
+    run = Run(model, made(kind, model))
+    bad = X.clone()
+    bad[3, 3] = math.nan
+    for _ in range(3):
+        run.step()
+    run.step(bad)
+    with pytest.warns(RuntimeWarning, match="an input already holds 1 NaN of 128 elements"):
+        run.step(bad)
+    run.step()
+    assert run.scaler.last_cause.kind == "input"
+
+
+@BOTH
+def test_nan_gradients_behind_a_finite_loss(kind: type[GradScaler]):
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0.0).square().sum(-1, keepdim=True).sqrt() + x
+
+    model = nn.Sequential(nn.Linear(8, 8), Root(), nn.Linear(8, 3))
+    run = Run(model, made(kind, model), half=False)
+    with pytest.warns(RuntimeWarning, match="the backward of sqrt in 1 made"):
+        run.steps(5)
+    assert run.scaler.last_cause.kind == "backward"
+
+
+def test_a_step_that_is_watched_and_turns_out_fine_leaves_nothing():
+    model = network()
+    run = Run(model, made(GradScaler, model))
+    run.step(X * math.nan)
+    run.step()
+    run.step()
+    assert run.scaler.last_cause is None
+    assert run.scaler.skipped_steps == 1
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_healthy_run_is_watched_never_and_ends_at_the_same_bits():
+    model, plain = network(), network()
+    run = Run(model, GradScaler("cpu", model=model, forward="mend"))
+    other = Run(plain, torch.amp.GradScaler("cpu"))
+    for _ in range(200):
+        run.step()
+        other.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not run.scaler.forward_guard.mended
+
+
+@BOTH
+def test_a_guard_mends_and_training_goes_on(kind: type[GradScaler]):
+    model = network(hot=True)
+    run = Run(model, made(kind, model, forward="mend"))
+    run.step()
+    with pytest.warns(RuntimeWarning, match="ForwardGuard runs these modules mended"):
+        run.step()
+    for _ in range(10):
+        run.step()
+    assert run.scaler.skipped_steps == 1
+    assert all(map(math.isfinite, run.losses[1:]))
+    exact = Run(network(hot=True), GradScaler("cpu"), half=False)
+    for _ in range(12):
+        exact.step()
+    assert run.losses[-1] == pytest.approx(exact.losses[-1], rel=0.02)
+
+
+@BOTH
+def test_what_was_mended_is_in_the_state(kind: type[GradScaler]):
+    model = network(hot=True)
+    run = Run(model, made(kind, model, forward="mend"))
+    with pytest.warns(RuntimeWarning, match="ForwardGuard"):
+        run.steps(2)
+    state = copy.deepcopy(run.scaler.state_dict())
+    other = network(hot=True)
+    again = Run(other, made(kind, other, forward="mend"))
+    again.scaler.load_state_dict(state)
+    assert again.scaler.forward_guard.mended == run.scaler.forward_guard.mended
+    again.step()
+    assert math.isfinite(again.losses[0])
+    bare = network(hot=True)
+    with pytest.warns(RuntimeWarning, match="this scaler has no guard"):
+        made(kind, bare).load_state_dict(state)
+
+
+def test_a_guard_that_cannot_help_leaves_the_word_to_the_cause():
+    model = network()
+    run = Run(model, GradScaler("cpu", model=model, forward=ForwardGuard(model)))
+    bad = X * math.inf
+    with pytest.warns(RuntimeWarning, match="an input already holds"):
+        run.steps(6, bad)
+    assert not run.scaler.forward_guard.mended
+
+
+def test_explain_looks_at_once_and_leaves_gradients_alone():
+    model = network(hot=True)
+    run = Run(model, GradScaler("cpu", model=model))
+    cause = run.scaler.explain(run.loss)
+    assert cause.overflowed
+    assert cause is run.scaler.last_cause
+    assert all(p.grad is None for p in model.parameters())
+    healthy = Run(network(), GradScaler("cpu"))
+    with pytest.raises(ValueError, match="explain needs the model"):
+        healthy.scaler.explain(healthy.loss)
+    with pytest.raises(ValueError, match="a function that returns the loss"):
+        run.scaler.explain(lambda: 3.0)
+
+
+def test_the_cause_and_the_loss_are_in_the_records(tmp_path):
+    model = network(hot=True)
+    run = Run(model, made(GradScaler, model))
+    with run.scaler.record_to(tmp_path / "run.jsonl"), pytest.warns(RuntimeWarning, match="addmm"):
+        run.steps(8)
+    records = read(tmp_path / "run.jsonl").records
+    assert [r.cause for r in records] == ["forward"] * 8
+    assert "in 1." in records[1].first_bad
+    assert records[0].first_bad is None
+    assert math.isnan(records[0].loss) or math.isinf(records[0].loss)
+
+
+def test_records_go_on_where_the_checkpoint_was(tmp_path):
+    path = tmp_path / "run.jsonl"
+    model = network()
+    run = Run(model, made(GradScaler, model))
+    recorder = run.scaler.record_to(path)
+    for _ in range(10):
+        run.step()
+        if len(run.losses) == 6:
+            state = run.scaler.state_dict()
+    del recorder
+    again = Run(model, made(GradScaler, model))
+    again.scaler.load_state_dict(state)
+    with again.scaler.record_to(path):
+        for _ in range(2):
+            again.step()
+    assert [r.step for r in read(path).records] == list(range(8))
+    with again.scaler.record_to(tmp_path / "own.jsonl", step=1000):
+        again.step()
+    assert read(tmp_path / "own.jsonl").records[0].step == 1000
+
+
+@pytest.mark.parametrize("forward", ["float32", 3, True])
+def test_a_word_that_is_none(forward: object):
+    with pytest.raises(ValueError, match="forward must be"):
+        GradScaler("cpu", model=network(), forward=forward)
+    with pytest.raises(ValueError, match="needs the model"):
+        GradScaler("cpu", forward="mend")
