@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradlift.torch.kernels import check_pass
-from gradlift.torch.two_pass import reference
+from gradlift.torch.two_pass import cpu_passes
 from gradlift.torch.two_pass.tables import (
     DeviceList,
     Rule,
@@ -27,7 +27,7 @@ if torch.cuda.is_available():
     pytestmark.append(pytest.mark.gpu)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = [check_pass, reference]
+BACKENDS = [check_pass, cpu_passes]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -309,8 +309,8 @@ class AdaptiveGradScaler(GradScaler):
             self._load_scale(rest)
             return
         saved = adaptive_state.read(state_dict[STATE_KEY])
-        controller = self._controller
         checkpoint.read(rest, self.policy)
+        controller = self._controller
         if saved.model is not None and not is_same(saved.model, controller.engine.model):
             warnings.warn(ANOTHER_MODEL, stacklevel=2)
             self._load_scale(rest)

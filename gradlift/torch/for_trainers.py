@@ -27,11 +27,6 @@ def set_process_group(scaler: GradScaler, group: Any) -> None:
     scaler._agreement.process_group = group
 
 
-def model_of(scaler: GradScaler) -> torch.nn.Module | None:
-    """The model that the scaler was given, if it lives."""
-    return scaler._overflows.model
-
-
 def set_grad_norm(scaler: GradScaler, norm: Tensor) -> None:
     """A trainer has measured the true gradient's norm, 0-d float32, by itself."""
     scaler._outcome.grad_norm = norm
@@ -45,13 +40,6 @@ def clip_unscaled_(scaler: GradScaler, optimizer: torch.optim.Optimizer, max_nor
 def stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
     """READY, UNSCALED or STEPPED."""
     return scaler._steps.of(optimizer).entry["stage"]
-
-
-def stage_now(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
-    """The same, READY again if the gradients are those of a later backward pass."""
-    known = scaler._steps.of(optimizer)
-    later_backward.refresh(scaler._check, known)
-    return known.entry["stage"]
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Tensor:

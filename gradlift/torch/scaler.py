@@ -264,10 +264,9 @@ class GradScaler(torch.amp.GradScaler):
             if scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
                 scale = self._device_scale.require("scale").scale
-            compiling = torch.compiler.is_compiling()
-            if self._steps.entries and not (compiling or self._losses.in_closure):
-                later_backward.note(self._check)
-            if not compiling:
+            if not torch.compiler.is_compiling():
+                if self._steps.entries and not self._losses.in_closure:
+                    later_backward.note(self._check)
                 self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
@@ -290,7 +289,7 @@ class GradScaler(torch.amp.GradScaler):
         self._ready(optimizer, "unscale_")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.refresh(self._check, known)
+            later_backward.heed(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -348,7 +347,7 @@ class GradScaler(torch.amp.GradScaler):
             self._ready(optimizer, "step")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.refresh(self._check, known)
+            later_backward.heed(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is None:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradlift.torch.kernels.update_pass import INF_BITS, TRITON_DTYPES, chunk_of, load, on, update
-from gradlift.torch.two_pass.reference import Measure
+from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.tables import GradKey, GradTable
 
 __all__ = ["count_nonfinite", "measure", "update"]

@@ -35,9 +35,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from gradlift.torch.ranks import groups as distributed
 from gradlift.torch.step.grads import local
-from gradlift.torch.two_pass import reference
+from gradlift.torch.two_pass import cpu_passes
+from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.optimizer_state import DeviceState, HandOver, same, same_order
-from gradlift.torch.two_pass.reference import Measure
 from gradlift.torch.two_pass.tables import (
     HYPERS,
     DeviceList,
@@ -86,7 +86,7 @@ class TwoPassStep:
         self._hypers: DeviceList | None = None
         self._rules: list[Rule] = []
         self._stateless: set[int] = set()
-        self._backend: ModuleType = reference
+        self._backend: ModuleType = cpu_passes
         self._state = DeviceState(self.optimizer, self._stochastic)
 
     @classmethod
@@ -243,7 +243,7 @@ class TwoPassStep:
 
             self._backend = check_pass
         else:
-            self._backend = reference
+            self._backend = cpu_passes
 
     def _refresh(self, params: list[Tensor], grads: list[Tensor | None]) -> str | None:
         groups = self.optimizer.param_groups
