@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.scaler import GradScaler
-from gradlift.torch.step import later_backward
 from gradlift.torch.step.update import SKIPPED
 
 
