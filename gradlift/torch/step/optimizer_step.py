@@ -7,6 +7,7 @@ known belongs to it and is forgotten with it.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
