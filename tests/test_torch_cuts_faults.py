@@ -464,7 +464,7 @@ def test_states_linked_to_their_predecessors():
     began = time.process_time()
     gradients(model, engine, step)
     engine.take()
-    assert time.process_time() - began < 10 * plainly + 0.5
+    assert time.process_time() - began < 60 * plainly + 1.0, "in proportion to the tensors"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -1,10 +1,11 @@
 """Armed graphs: what lies below a scaled loss is walked in full, and its hooks are set.
 
-An armed graph has a gate, a root on its scaled loss, and the gate's mark on its cuts and on every
-node that feeds a leaf (``cuts.py`` says what they do in the backward pass). Whatever comes into the
-graph from elsewhere goes on to a leaf, and so meets a mark. Losses that share a part of the graph
-must run at one assignment, so a walk goes on below every living root whose mark it meets. A graph
-lives as long as its loss: nothing here keeps it.
+An armed graph has a gate and a root on its scaled loss (``cuts.py`` says what they do in the
+backward pass). The gate knows the graph's cuts and the nodes that feed its leaves by their sequence
+numbers, which keep nothing alive; whatever is shared with another graph, or comes in from
+elsewhere, goes on to one of these. Losses that share a part of the graph must run at one
+assignment, so a walk goes on below every living root whose graph it meets. A graph lives as long as
+its loss: nothing here keeps it.
 """
 
 from __future__ import annotations
@@ -55,16 +56,11 @@ class ArmedGraphs:
         for root in list(self.roots):
             if root.gate is not None:
                 alive[root.gate].append(root)
-        marks, met, joined = self._marks, set[Gate](), list[Root]()
+        marks, joined = self._marks, list[Root]()
         bases: list[Base] = []
-
-        def meet(gate: Gate | None) -> None:
-            if gate in alive:
-                met.add(gate)
 
         def cuts_of(node: Node) -> Mapping[int, Cut] | None:
             written = node.metadata
-            meet(written.get(marks.gate))
             for slot, cut in written.get(marks.views, ()):
                 bases.append(Base(node, slot, cut))
             return written.get(marks.cuts)
@@ -74,11 +70,9 @@ class ArmedGraphs:
                 found = flood(edges, cuts_of, self._linear, marks.places())
             else:
                 found = walk(edges, cuts_of, self._linear)
-            # Whatever two graphs share goes on to a leaf.
-            for node in found.leaves.nodes if alive else ():
-                meet(node.metadata.get(marks.gate))
+            numbers = numbers_of(found) if alive else set[int]()
+            met = [gate for gate in alive if not numbers.isdisjoint(gate.numbers)]
             fresh = [root for gate in met for root in alive.pop(gate)]
-            met.clear()
             changed = bool(bases) and put_back(bases, found, marks)
             bases.clear()
             if not fresh and not changed:
@@ -92,23 +86,19 @@ class ArmedGraphs:
         Returns:
             The leaves that may be brought back at the end of the pass; their roots must know.
         """
-        for node in found.cut_slots:
-            node.metadata[self._marks.gate] = gate
+        gate.numbers = numbers_of(found)
         for edge in found.cuts:
             edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
         return self._set_leaves(found, offsets, gate)
 
     def _set_leaves(self, found: Walk, offsets: Sequence[int], gate: Gate) -> list[Waiting]:
-        """Marks the nodes that feed leaves, and gives them hooks but where leaves may wait."""
+        """Gives the nodes that feed leaves their hooks, but where leaves may wait."""
         waiting: dict[Any, Waiting] = {}
         hooked: dict[Node, list[int]] = {}
-        mark, hook = self._marks.gate, self._marks.leaves
         # A probe looks at every leaf's gradient.
         may_wait = self.end_returns.alone if gate.probe is None else {}
         reused = found.reused
         for node, position, leaf, component in found.leaves.rows():
-            written = node.metadata
-            written[mark] = gate
             offset, kind = offsets[component], may_wait.get(id(leaf))
             if offset and kind is not None and id(leaf) not in reused:
                 group = waiting.get((kind, offset))
@@ -116,9 +106,7 @@ class ArmedGraphs:
                     group = waiting[kind, offset] = Waiting(-offset)
                 group.leaves.append(leaf)
                 group.edges.append((node, position))
-                if hook in written:
-                    hooked.setdefault(node, [])
-            elif offset or hook in written or gate.probe is not None:
+            elif offset or gate.probe is not None:
                 hooked.setdefault(node, []).append(position)
         at = {edge.node: offsets[edge.component] for edge in found.leaves} if hooked else {}
         for node, positions in hooked.items():
@@ -173,6 +161,13 @@ class ArmedGraphs:
         """From now on all of them run neutral."""
         for root in list(self.roots):
             root.gate = None
+
+
+def numbers_of(found: Walk) -> set[int]:
+    """The sequence numbers of the nodes with cuts, and of those that feed leaves."""
+    return {
+        node._sequence_nr() for nodes in (found.leaves.nodes, found.cut_slots) for node in nodes
+    }
 
 
 def edges_below(tensor: torch.Tensor) -> list[Edge]:

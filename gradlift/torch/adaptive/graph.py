@@ -266,7 +266,10 @@ class Search:
     def assembled(self, reasons: Iterable[tuple[Node, str | None]]) -> Walk:
         """Components, cuts, leaves and what is held; ``reasons`` says which nodes hold theirs."""
         index = self.index
-        leaves = list(map(self._leaf, self.accumulations))
+        if self.ends:
+            leaves = list(map(self._leaf, self.accumulations))
+        else:
+            leaves = [node.variable for node in self.accumulations]
         held = self._held(reasons, leaves)
         reused = _reused(leaves)
         if reused:
