@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import compress
 
 import torch
 
@@ -27,6 +27,8 @@ from gradlift.torch.adaptive.views import Base, put_back
 
 Edge = tuple[Node, int]
 """A node and one of its slots."""
+Row = tuple[Node, int, torch.Tensor, int]
+"""A ``LeafEdge`` as a plain tuple."""
 
 
 class ArmedGraphs:
@@ -70,8 +72,7 @@ class ArmedGraphs:
                 found = flood(edges, cuts_of, self._linear, marks.places())
             else:
                 found = walk(edges, cuts_of, self._linear)
-            numbers = numbers_of(found) if alive else set[int]()
-            met = [gate for gate in alive if not numbers.isdisjoint(gate.numbers)]
+            met = [gate for gate in alive if not found.numbers.isdisjoint(gate.numbers)]
             fresh = [root for gate in met for root in alive.pop(gate)]
             changed = bool(bases) and put_back(bases, found, marks)
             bases.clear()
@@ -86,34 +87,40 @@ class ArmedGraphs:
         Returns:
             The leaves that may be brought back at the end of the pass; their roots must know.
         """
-        gate.numbers = numbers_of(found)
+        gate.numbers = found.numbers
         for edge in found.cuts:
             edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
         return self._set_leaves(found, offsets, gate)
 
     def _set_leaves(self, found: Walk, offsets: Sequence[int], gate: Gate) -> list[Waiting]:
         """Gives the nodes that feed leaves their hooks, but where leaves may wait."""
-        waiting: dict[Any, Waiting] = {}
-        hooked: dict[Node, list[int]] = {}
-        # A probe looks at every leaf's gradient.
-        may_wait = self.end_returns.alone if gate.probe is None else {}
-        reused = found.reused
-        for node, position, leaf, component in found.leaves.rows():
-            offset, kind = offsets[component], may_wait.get(id(leaf))
-            if offset and kind is not None and id(leaf) not in reused:
-                group = waiting.get((kind, offset))
-                if group is None:
-                    group = waiting[kind, offset] = Waiting(-offset)
-                group.leaves.append(leaf)
-                group.edges.append((node, position))
-            elif offset or gate.probe is not None:
-                hooked.setdefault(node, []).append(position)
-        at = {edge.node: offsets[edge.component] for edge in found.leaves} if hooked else {}
-        for node, positions in hooked.items():
-            self.leaf_return(node).arm(gate, -at[node], tuple(positions))
+        leaves = found.leaves
         if gate.probe is not None:
+            self._hook(gate, leaves.rows(), offsets)
             return self._to_learn_of(found, offsets)
-        return list(waiting.values())
+        kinds = map(self.end_returns.alone.get, map(id, leaves.leaves))
+        kept = list(zip(kinds, leaves.at(offsets), strict=True))
+        if found.reused:
+            once = [id(leaf) not in found.reused for leaf in leaves.leaves]
+            kept = [(kind if o else None, at) for (kind, at), o in zip(kept, once, strict=True)]
+        hooked = [at != 0 and kind is None for kind, at in kept]
+        self._hook(gate, compress(leaves.rows(), hooked), offsets)
+        columns = leaves.leaves, leaves.nodes, leaves.positions
+        waiting: list[Waiting] = []
+        for group in set(kept):
+            if group[0] is not None and group[1]:
+                own = [group == each for each in kept]
+                waiting.append(Waiting(-group[1], *(list(compress(c, own)) for c in columns)))
+        return waiting
+
+    def _hook(self, gate: Gate, rows: Iterable[Row], offsets: Sequence[int]) -> None:
+        positions: defaultdict[Node, list[int]] = defaultdict(list)
+        shifts: dict[Node, int] = {}
+        for node, position, _, component in rows:
+            positions[node].append(position)
+            shifts[node] = -offsets[component]
+        for node, own in positions.items():
+            self.leaf_return(node).arm(gate, shifts[node], tuple(own))
 
     def _to_learn_of(self, found: Walk, offsets: Sequence[int]) -> list[Waiting]:
         """The leaves of a probe whose gradients tell whether they may wait in later passes."""
@@ -122,14 +129,13 @@ class ArmedGraphs:
             if is_hooked(node.next_functions[position][0]) or id(leaf) in found.reused:
                 self.end_returns.note(leaf, alone=False)
             elif not offsets[component]:
-                group.leaves.append(leaf)
-                group.edges.append((node, position))
+                group.add(leaf, node, position)
         return [group]
 
     def hook_now(self, gate: Gate, waiting: Iterable[Waiting]) -> None:
         """Leaves that cannot wait after all get their hook, before their node runs."""
         for group in waiting:
-            for node, position in group.edges:
+            for node, position in zip(group.nodes, group.positions, strict=True):
                 hook = self.leaf_return(node)
                 positions = set(hook.positions) if hook.gate is gate else set[int]()
                 hook.arm(gate, group.shift, tuple(positions | {position}))
@@ -161,13 +167,6 @@ class ArmedGraphs:
         """From now on all of them run neutral."""
         for root in list(self.roots):
             root.gate = None
-
-
-def numbers_of(found: Walk) -> set[int]:
-    """The sequence numbers of the nodes with cuts, and of those that feed leaves."""
-    return {
-        node._sequence_nr() for nodes in (found.leaves.nodes, found.cut_slots) for node in nodes
-    }
 
 
 def edges_below(tensor: torch.Tensor) -> list[Edge]:
