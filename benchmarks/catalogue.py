@@ -2,9 +2,9 @@
 
 Full ones as torchvision and transformers have them, with their first weights; where both have one,
 torchvision's. Small ones for a CPU: transformers' with few and narrow layers, and some of our own,
-since torchvision may not be installed there. All of them train on noise with made-up targets: where
-the gradients of a trained network lie is not shown, but what a scaler does in such a one is. Dropout
-is off, so that two passes over a batch are the same.
+since torchvision may not be installed there. All of them train on noise with made-up targets:
+where the gradients of a trained network lie is not shown, but what a scaler does in such a one is.
+Dropout is off, so that two passes over a batch are the same.
 
 The libraries are imported when a network is built.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,10 +55,8 @@ def build(network: Network, device: torch.device, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         model = network.build()
     for module in model.modules():
-        if isinstance(module, (nn.Dropout, nn.Dropout2d)):
-            module.p = 0.0
-        elif type(module).__name__ == "StochasticDepth":
-            module.p = 0.0
+        if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0  # type: ignore[assignment]
         elif isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
     return model.to(device).train()
@@ -134,7 +133,7 @@ def pixels(rows: int, size: int, chance: torch.Generator) -> Batch:
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of images or pixels; of the main output where there are several."""
-    out = model(batch[0])
+    out: Any = model(batch[0])
     out = out["out"] if isinstance(out, Mapping) and "out" in out else out
     return F.cross_entropy(getattr(out, "logits", out).float(), batch[1])
 
@@ -155,11 +154,12 @@ def written(name: str, **options: Any) -> Callable[[], nn.Module]:
 
         network = getattr(transformers, name)
         config = network.config_class(**options)
-        for key in vars(config):
-            if "dropout" in key or key in ("layerdrop", "drop_path_rate"):
-                if isinstance(getattr(config, key), float):
-                    setattr(config, key, 0.0)
-        return network(config).float()
+        for key, value in list(vars(config).items()):
+            drops = "dropout" in key or key in ("layerdrop", "drop_path_rate")
+            if drops and isinstance(value, float):
+                setattr(config, key, 0.0)
+        model: nn.Module = network(config)
+        return model.float()
 
     return make
 
@@ -256,7 +256,7 @@ class SmallDetector(nn.Module):
             nn.Sequential(
                 nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU6()
             )
-            for a, b in zip(sizes, sizes[1:], strict=False)
+            for a, b in pairwise(sizes)
         )
         self.kinds = nn.ModuleList(nn.Conv2d(16, CLASSES, 1) for _ in range(3))
         self.boxes = nn.ModuleList(nn.Conv2d(16, 4, 1) for _ in range(3))
@@ -318,22 +318,62 @@ def full() -> Sequence[Network]:
         Network("vit_b_16", vision("vit_b_16"), partial(images, 16, 224), classify),
         Network("efficientnet_b0", vision("efficientnet_b0"), partial(images, 32, 224), classify),
         Network("regnet_y_800mf", vision("regnet_y_800mf"), partial(images, 32, 224), classify),
-        Network("mobilenet_v3_large", vision("mobilenet_v3_large"), partial(images, 32, 224), classify),
-        Network("deeplabv3_resnet50", vision("deeplabv3_resnet50", trunk=True), partial(pixels, 4, 224), classify),
-        Network("ssdlite320", vision("ssdlite320_mobilenet_v3_large", trunk=True), partial(scenes, 8, 320, False), detect),
-        Network("ssd300_vgg16", vision("ssd300_vgg16", trunk=True), partial(scenes, 8, 300, False), detect, 1e-5),
+        Network(
+            "mobilenet_v3_large", vision("mobilenet_v3_large"), partial(images, 32, 224), classify
+        ),
+        Network(
+            "deeplabv3_resnet50",
+            vision("deeplabv3_resnet50", trunk=True),
+            partial(pixels, 4, 224),
+            classify,
+        ),
+        Network(
+            "ssdlite320",
+            vision("ssdlite320_mobilenet_v3_large", trunk=True),
+            partial(scenes, 8, 320, False),
+            detect,
+        ),
+        Network(
+            "ssd300_vgg16",
+            vision("ssd300_vgg16", trunk=True),
+            partial(scenes, 8, 300, False),
+            detect,
+            1e-5,
+        ),
         Network("fcos_resnet50", vision("fcos_resnet50_fpn", trunk=True), detector, detect),
-        Network("retinanet_resnet50", vision("retinanet_resnet50_fpn", trunk=True), detector, detect),
-        Network("maskrcnn_resnet50", vision("maskrcnn_resnet50_fpn", trunk=True), partial(scenes, 4, 320, True), detect),
+        Network(
+            "retinanet_resnet50", vision("retinanet_resnet50_fpn", trunk=True), detector, detect
+        ),
+        Network(
+            "maskrcnn_resnet50",
+            vision("maskrcnn_resnet50_fpn", trunk=True),
+            partial(scenes, 4, 320, True),
+            detect,
+        ),
         Network("t5_small", written("T5ForConditionalGeneration"), partial(text, 32128), own_loss),
-        Network("mamba", written("MambaForCausalLM", num_hidden_layers=8), partial(tokens, 2, 64, 50280), own_loss),
-        Network("wav2vec2", written("Wav2Vec2ForCTC", mask_time_prob=0.0, ctc_loss_reduction="mean"), partial(speech, 4, 16000, 32), own_loss),
+        Network(
+            "mamba",
+            written("MambaForCausalLM", num_hidden_layers=8),
+            partial(tokens, 2, 64, 50280),
+            own_loss,
+        ),
+        Network(
+            "wav2vec2",
+            written("Wav2Vec2ForCTC", mask_time_prob=0.0, ctc_loss_reduction="mean"),
+            partial(speech, 4, 16000, 32),
+            own_loss,
+        ),
         Network("qwen2_moe", written("Qwen2MoeForCausalLM", **MOE), partial(text, 4096), own_loss),
         Network("mixtral", written("MixtralForCausalLM", **MIXTRAL), partial(text, 4096), own_loss),
         Network("lstm", lambda: WordLSTM(2048, 512), partial(words, 16, 65, 2048), predict_words),
         Network("tanh_60", lambda: TanhNet(60, 128), partial(vectors, 256, 128), classify),
-        Network("gpt", lambda: GPT(GPTSize(12, 384, 6, 256, 4096)), partial(words, 8, 257, 4096), predict_gpt),
-    )  # fmt: skip
+        Network(
+            "gpt",
+            lambda: GPT(GPTSize(12, 384, 6, 256, 4096)),
+            partial(words, 8, 257, 4096),
+            predict_gpt,
+        ),
+    )
 
 
 MOE = {
@@ -365,18 +405,129 @@ def small() -> Sequence[Network]:
     return (
         Network("bert", written("BertForMaskedLM", **_SMALL), text, own_loss),
         Network("llama", written("LlamaForCausalLM", **_SMALL, **few), text, own_loss),
-        Network("mixtral", written("MixtralForCausalLM", **_SMALL, **few, num_local_experts=4, output_router_logits=True), text, own_loss),
-        Network("mamba", written("MambaForCausalLM", vocab_size=_WORDS, hidden_size=_WIDTH, num_hidden_layers=2, state_size=4, pad_token_id=0), text, own_loss),
-        Network("t5", written("T5ForConditionalGeneration", vocab_size=_WORDS, d_model=_WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0), text, own_loss),
-        Network("wav2vec2", written("Wav2Vec2ForCTC", **_SMALL, conv_dim=[16, 16], conv_kernel=[8, 4], conv_stride=[4, 4], num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, ctc_loss_reduction="mean"), partial(speech, 2, 400, _WORDS), own_loss),
-        Network("vit", written("ViTForImageClassification", hidden_size=_WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4, **_PICTURES), picture, classify),
-        Network("convnext", written("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[2, 3], num_stages=2, patch_size=2, **_PICTURES), picture, classify),
-        Network("resnet", written("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", **_PICTURES), picture, classify),
-        Network("swin", written("SwinForImageClassification", image_size=16, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=2, **_PICTURES), picture, classify),
-        Network("layer scale 1e-6", lambda: layer_scale(1e-6), partial(vectors, 64, _WIDTH), classify),
-        Network("layer scale 1e-8", lambda: layer_scale(1e-8), partial(vectors, 64, _WIDTH), classify),
+        Network(
+            "mixtral",
+            written(
+                "MixtralForCausalLM",
+                **_SMALL,
+                **few,
+                num_local_experts=4,
+                output_router_logits=True,
+            ),
+            text,
+            own_loss,
+        ),
+        Network(
+            "mamba",
+            written(
+                "MambaForCausalLM",
+                vocab_size=_WORDS,
+                hidden_size=_WIDTH,
+                num_hidden_layers=2,
+                state_size=4,
+                pad_token_id=0,
+            ),
+            text,
+            own_loss,
+        ),
+        Network(
+            "t5",
+            written(
+                "T5ForConditionalGeneration",
+                vocab_size=_WORDS,
+                d_model=_WIDTH,
+                d_kv=8,
+                d_ff=48,
+                num_layers=2,
+                num_heads=4,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+            ),
+            text,
+            own_loss,
+        ),
+        Network(
+            "wav2vec2",
+            written(
+                "Wav2Vec2ForCTC",
+                **_SMALL,
+                conv_dim=[16, 16],
+                conv_kernel=[8, 4],
+                conv_stride=[4, 4],
+                num_conv_pos_embeddings=8,
+                num_conv_pos_embedding_groups=2,
+                mask_time_prob=0.0,
+                ctc_loss_reduction="mean",
+            ),
+            partial(speech, 2, 400, _WORDS),
+            own_loss,
+        ),
+        Network(
+            "vit",
+            written(
+                "ViTForImageClassification",
+                hidden_size=_WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=48,
+                image_size=16,
+                patch_size=4,
+                **_PICTURES,
+            ),
+            picture,
+            classify,
+        ),
+        Network(
+            "convnext",
+            written(
+                "ConvNextForImageClassification",
+                hidden_sizes=[8, 16],
+                depths=[2, 3],
+                num_stages=2,
+                patch_size=2,
+                **_PICTURES,
+            ),
+            picture,
+            classify,
+        ),
+        Network(
+            "resnet",
+            written(
+                "ResNetForImageClassification",
+                embedding_size=8,
+                hidden_sizes=[8, 16],
+                depths=[1, 2],
+                layer_type="basic",
+                **_PICTURES,
+            ),
+            picture,
+            classify,
+        ),
+        Network(
+            "swin",
+            written(
+                "SwinForImageClassification",
+                image_size=16,
+                patch_size=2,
+                embed_dim=16,
+                depths=[2, 2],
+                num_heads=[2, 4],
+                window_size=2,
+                **_PICTURES,
+            ),
+            picture,
+            classify,
+        ),
+        Network(
+            "layer scale 1e-6", lambda: layer_scale(1e-6), partial(vectors, 64, _WIDTH), classify
+        ),
+        Network(
+            "layer scale 1e-8", lambda: layer_scale(1e-8), partial(vectors, 64, _WIDTH), classify
+        ),
         Network("detector", SmallDetector, picture, detect_small),
-        Network("lstm", lambda: WordLSTM(_WORDS, _WIDTH), partial(words, 8, 13, _WORDS), predict_words),
+        Network(
+            "lstm", lambda: WordLSTM(_WORDS, _WIDTH), partial(words, 8, 13, _WORDS), predict_words
+        ),
         Network("tanh_60", lambda: TanhNet(60, _WIDTH), partial(vectors, 64, _WIDTH), classify),
         Network("gpt", lambda: GPT(GPT_TINY), partial(words, 8, 17, 64), predict_gpt),
-    )  # fmt: skip
+    )

@@ -1,17 +1,17 @@
 """How right is the gradient of every parameter, by the way it was scaled? And what is a cut for?
 
-For each network of ``catalogue.py``, with its first weights and after training a while: the gradient
-of one batch in fp16 autocast, against float32's with the same weights, by three ways:
+For each network of ``catalogue.py``, with its first weights and after training a while: the
+gradient of one batch in fp16 autocast, against float32's with the same weights, by three ways:
 
     torch      ``torch.amp.GradScaler``, from its first scale on
     one scale  ``AdaptiveGradScaler(layerwise=False)``
     layers     ``AdaptiveGradScaler``, with as many cuts as it plans
 
 Each of them takes some steps on that batch at a rate of 0, in which it finds its scale. The error
-of a parameter is |found - true| / |true| of its gradient; that of the forward pass is in it, for all
-ways alike. Printed are parameters off by more than 10%, the scale, and the cuts. Then each region
-between cuts is joined with its neighbour, and the gradients are looked at again. Two things are held
-to be true, and broken ones are listed:
+of a parameter is |found - true| / |true| of its gradient; that of the forward pass is in it, for
+all ways alike. Printed are parameters off by more than 10%, the scale, and the cuts. Then each
+region between cuts is joined with its neighbour, and the gradients are looked at again. Two things
+are held to be true, and broken ones are listed:
 
     worse   no parameter has 1.5 times its error of one scale, unless it is below 1%
     idle    no region could join a neighbour with every error within 1.1 times or below 1%
@@ -185,8 +185,9 @@ def look_at_cuts(
     layers: Errors,
 ) -> tuple[dict[str, float], list[str]]:
     """What each region's cuts save, and the regions whose cuts save nothing."""
-    plan, graph, engine = scaler.plan, scaler._pilot._graph, scaler._engine
-    assert plan is not None and graph is not None
+    plan, graph, engine = scaler.plan, scaler._controller.pilot._graph, scaler._controller.engine
+    assert plan is not None
+    assert graph is not None
     saved: dict[str, float] = {}
     idle = []
     for name, offsets in joined(graph, plan):

@@ -35,7 +35,8 @@ class Block(linen.Module):
         """``x``: shape (rows, length, width), in ``dtype``."""
         mask = linen.make_causal_mask(jnp.ones(x.shape[:2]))
         h = linen.LayerNorm(dtype=self.dtype)(x)
-        x = x + linen.SelfAttention(self.size.heads, dtype=self.dtype)(h, mask)
+        attention = linen.MultiHeadDotProductAttention(self.size.heads, dtype=self.dtype)
+        x = x + attention(h, mask=mask)
         h = linen.LayerNorm(dtype=self.dtype)(x)
         h = linen.gelu(linen.Dense(4 * self.size.width, dtype=self.dtype)(h))
         return x + linen.Dense(self.size.width, dtype=self.dtype)(h), None
@@ -68,7 +69,7 @@ def next_token_loss(model: Decoder) -> Any:
     """A loss function of ``(params, tokens)``."""
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = model.apply(params, tokens)
+        logits: Any = model.apply(params, tokens)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
         return jnp.mean(losses)
 

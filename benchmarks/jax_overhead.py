@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measures and prints."""
     quick = "a tiny decoder and few rounds: shows that it runs, not what it costs"
     command = Command(__doc__, quick=quick, json=True)
-    command.add_argument("--rounds", type=at_least(2), default=40, help="(%(default)s)")
+    command.add_argument("--rounds", type=at_least(2), default=20, help="(%(default)s)")
     options = command.parse_args(arguments)
     rounds, block = (3, 2) if options.quick else (options.rounds, 10)
     where = {

@@ -1,13 +1,13 @@
 """Adaptive scaling on networks as people have them: steps skipped, losses, cuts, and time.
 
-Every network of ``catalogue.py`` is trained from the same weights on the same noise, in fp16 autocast
-with AdamW: with torch's scaler, with a second copy of it, whose ratio to the first is what this method
-says about two equal things, with ``AdaptiveGradScaler`` at its defaults, with one scale for all
-(``layerwise=False``), which has no cuts, and in bfloat16 without a scaler, from two seeds, to tell by
-how much losses differ by chance. After these steps the first four take turns (see turns.py). Printed:
+Every network of ``catalogue.py`` is trained from the same weights on the same noise, in fp16
+autocast with AdamW: with torch's scaler, with a second copy of it, whose ratio to the first is what
+this method says about two equal things, with ``AdaptiveGradScaler`` at its defaults, with one scale
+for all (``layerwise=False``), which has no cuts, and in bfloat16 without a scaler, from two seeds,
+to tell by how much losses differ by chance. Then the first four take turns (see turns.py). Printed:
 
     skipped    steps, by torch's scaler, by one scale and by the adaptive one
-    loss       the mean of the last tenth of the steps: bfloat16's from two seeds, torch, one, adaptive
+    loss       the mean of the last tenth: bfloat16's from two seeds, torch's, one scale's, adaptive
     step       with torch's scaler
     adaptive   the ratio of its step, without probes, to torch's, with its 95% interval
     one scale  likewise

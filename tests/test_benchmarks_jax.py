@@ -21,7 +21,7 @@ def test_overhead_is_a_row_for_every_variant():
 
 
 def test_every_turn_has_what_it_needs_where_the_best_single_scale_loses_much():
-    deep = jax_scan.Deep(40)
+    deep = jax_scan.Deep(24, 16, 8, 0.3)
     single, planned = deep.best_single(), deep.planned()
     assert single.flushed > 100 * planned.flushed
     assert planned.flushed < 1e-3

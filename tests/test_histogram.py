@@ -97,6 +97,30 @@ def test_no_more_than_the_tolerance_lies_below_what_must_be_kept(histogram, tole
     assert histogram.below(kept + 1) > tolerance * histogram.nonzero
 
 
+@fixed
+@given(histograms, st.sampled_from([0.0, 1e-3, 0.1, 0.5]))
+def test_no_more_than_the_tolerance_of_the_magnitude_lies_below_what_is_needed(
+    histogram, tolerance
+):
+    needed = histogram.lowest_needed(tolerance)
+    if not histogram.nonzero:
+        assert needed is None
+        return
+    assert needed is not None
+    whole = histogram.magnitude
+    assert histogram.magnitude_below(needed) <= tolerance * whole
+    assert histogram.magnitude_below(needed + 1) > tolerance * whole
+
+
+def test_a_ceiling_asks_for_nothing_from_below():
+    bright = Histogram.from_bins([5] + [0] * 119 + [4] + [0] * 135, 8, "float16")
+    ceiling = Histogram.merge([bright, bright]).as_ceiling()
+    assert ceiling.peak == bright.peak
+    assert (ceiling.nonzero, ceiling.zeros, ceiling.dark, ceiling.magnitude) == (0, 0, 0, 0)
+    assert bright.with_parameters(4.0).as_ceiling().peak == 2
+    assert Histogram.from_bins([5] + [0] * 255, 8, "float16").as_ceiling().peak is None
+
+
 def test_what_is_no_record_is_refused():
     with pytest.raises(ValueError, match="256 bins, got 3"):
         Histogram.from_bins([1, 2, 3], 0, "float16")

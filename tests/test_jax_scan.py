@@ -12,6 +12,7 @@ for module in ("jax", "flax"):
     pytest.importorskip(module)
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
@@ -288,6 +289,30 @@ def test_what_cannot_be_opened_is_neutral_with_a_reason(monkeypatch):
     assert traced.neutral["by hand"] == "it is inside custom_jvp_call"
     assert traced.neutral["loop"] == "it is inside while"
     assert [c.name for c in traced.graph.cuts] == ["seen"]
+
+
+@pytest.fixture
+def newer_checkpoint():
+    """``jax.checkpoint`` as newer versions of JAX can have it."""
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this version of JAX has one implementation")
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", before)
+
+
+@pytest.mark.usefixtures("newer_checkpoint")
+def test_checkpoints_of_the_newer_kind_are_opened():
+    def loss(p, x):
+        h = jax.checkpoint(block)(x @ p["v"], p["w"][0])
+        named = jax.checkpoint(lambda h: jax.ad_checkpoint.checkpoint_name(jnp.sin(h), "other"))
+        return jnp.mean(cut(named(h) * p["b"], "after") ** 2)
+
+    traced = check_exact(loss, WS, X)
+    assert [c.name for c in traced.graph.cuts] == ["layer", "after"]
+    assert traced.neutral == {}
+    assert not any(c.pinned == 0 for c in traced.graph.components)
 
 
 # A body for every device

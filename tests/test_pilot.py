@@ -1,6 +1,7 @@
 """Where the exponents go from step to step, in plain Python."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -328,3 +329,132 @@ def test_in_8_bits_early_probes_come_after_a_quarter_of_the_steps():
         it.saw(record(now, 8), now, survey(NEAR, NEAR))
         waits.append(it.next_probe - now)
     assert waits == [3, 3, 10, 100, 200]
+
+
+# Never worse than one scale.
+
+
+def test_two_overflows_above_the_loss_scale_alone_drop_the_exponents_until_a_clean_probe():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
+    assert it.offsets["a"] > 20
+    assert it.saw(record(5, exponent, None, True), 7, overflowed=["a.weight"]) == it.backoff
+    assert it.next_probe == 8, "one may happen"
+    it.saw(record(8, exponent), 8, survey(NEAR, FAR))
+    assert it.offsets["a"] > 20
+    shift = it.saw(record(60, exponent, None, True), 62, overflowed=["a.weight"])
+    assert shift == it.backoff, "the loss scale had no part in it"
+    assert it.offsets == {"a": 0}
+    (said,) = [reason for reason in it.plan.reasons if "alone, overflowed" in reason]
+    assert "in steps 5 and 60; one exponent for all until a probe is clean" in said
+    assert it.next_probe == 62 + 62, "no hurry"
+    saved = json.loads(json.dumps(it.to_dict()))
+    it = pilot()
+    it.load(saved)
+    it.saw(record(124, exponent), 124, survey(NEAR, FAR))
+    assert it.offsets["a"] > 20
+    assert not it.plan.reasons
+
+
+@pytest.mark.parametrize(("second", "name"), [(300, "a.weight"), (60, "b.weight")])
+def test_overflows_far_apart_or_in_the_losss_own_part_do_not_count(second, name):
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
+    for step in (5, second):
+        it.saw(record(step, exponent, None, True), step, overflowed=[name])
+        assert it.next_probe == step + 1
+        it.saw(record(step + 1, exponent), step + 1, survey(NEAR, FAR))
+        exponent = it.plan.global_exponent
+        assert it.offsets["a"] > 20
+
+
+def test_how_far_a_probed_batch_jumped_is_believed_when_a_second_one_does():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, NEAR))
+    far_too_large = histogram(30, 32), Histogram.overflowed(exponent, "float16")
+    jumped = survey(*far_too_large)
+    it.saw(record(9, exponent, None, True), 9, jumped)
+    assert exponent - 8 <= it.plan.global_exponent < exponent
+    assert it.next_probe == 10
+    exponent = it.plan.global_exponent
+    it.saw(record(10, exponent, None, True), 10, jumped)
+    assert it.plan.global_exponent <= 15 - 32
+
+
+def test_graphs_that_come_unplanned_again_and_again_are_probed_for_less_and_less_often():
+    it, probes = pilot(), []
+    it.saw(record(0, 8), 0, survey(NEAR, FAR))
+    for step in range(1, 1000):
+        it.met_unplanned(step)
+        if step >= it.next_probe:
+            probes.append(step)
+            it.saw(record(step, it.plan.global_exponent), step, survey(NEAR, FAR))
+    waits = [later - earlier for earlier, later in pairwise(probes)]
+    assert probes[0] == 1
+    assert len(probes) < 30
+    assert waits[-1] > 100
+    # A change after a long time is looked at at once.
+    last = probes[-1]
+    it.next_probe = last + 2000
+    it.met_unplanned(last + 500)
+    assert it.next_probe == last + 500
+
+
+def test_a_module_that_is_not_met_for_long_is_forgotten():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
+    other = Graph((Component(), Component(("b",))), (Cut("b", 0, 1),))
+    kept = []
+    for step in range(1, 12):
+        exponent += it.saw(record(step, exponent), step, survey(NEAR, NEAR, other))
+        kept.append("a" in it.offsets)
+    assert kept == [True] * 8 + [False] * 3
+    assert it.offsets == {"b": 0}
+
+
+def test_overflows_of_steps_before_the_answer_are_judged_by_what_those_ran_at():
+    """A jump that lasts: three steps are lost before the first is answered, and the scale, which
+    the device has lowered three times, is back where it was after the third."""
+    it, exponent, skipped = pilot(), 8, []
+    exponent += it.saw(record(0, exponent), 0, survey(NEAR, FAR))
+    settled, records = exponent, {}
+    for step in range(20, 40):
+        overflow = exponent + it.offsets["a"] - 10 > 15
+        skipped += [step] * overflow
+        records[step] = record(step, exponent, None if overflow else -10, overflow)
+        exponent -= it.backoff * overflow
+        if step >= 22:
+            hit = ["a.weight"] if records[step - 2].overflow else []
+            exponent += it.saw(records[step - 2], step, overflowed=hit)
+    assert skipped == [20, 21, 22]
+    assert exponent == settled
+    assert it.offsets == {"a": 0}
+
+
+def test_a_device_that_predicts_by_itself_is_told_nothing_twice():
+    it, torchs = pilot(), pilot()
+    for one in (it, torchs):
+        exponent = 8 + one.saw(record(0, 8), 0, survey(NEAR, NEAR))
+    grown = 20 - exponent  # the largest gradient: too much for the exponent
+    assert torchs.saw(record(1, exponent, grown), 2) < 0
+    lower = exponent - 6
+    assert it.saw(Record(1, exponent, grown, False, went_on=lower), 2) == 0
+    assert it.plan.global_exponent == lower
+    # A plan is made from what was seen, and only the rest of the way is left to go.
+    shift = it.saw(Record(3, lower, grown, False, went_on=lower - 1), 4, survey(NEAR, NEAR))
+    assert it.plan.global_exponent == lower - 1 + shift
+    # After an overflow the device has backed off by itself.
+    at = lower - 1 + shift
+    shift = it.saw(Record(5, at, None, True, went_on=at - it.backoff), 6)
+    assert it.plan.global_exponent == at - it.backoff + shift <= at
+
+
+def test_the_limit_is_for_a_device_that_predicts_by_itself():
+    it = pilot()
+    assert it.limit == 15 - 3
+    it.saw(record(0, 8), 0, survey(NEAR, NEAR))
+    assert it.limit == it.plan.limit(-5)
+    wide = Graph((Component((), "bfloat16"), Component(("a",), "bfloat16")), GRAPH.cuts)
+    it = pilot(format="bfloat16")
+    it.saw(record(0, 8), 0, survey(NEAR, NEAR, wide))
+    assert it.limit is None

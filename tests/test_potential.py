@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradlift.plan.potential import Component, Cut, Graph, Interval, fewest_cuts, meet
+from gradlift.plan.graph import Component, Cut, Graph
+from gradlift.plan.potential import Interval, fewest_cuts, meet
 
 TOP = 4
 fixed = settings(derandomize=True, deadline=None, max_examples=300)

@@ -279,7 +279,7 @@ def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | No
 
     return ParamTensors(
         param,
-        None if low is None else torch.full_like(param, float("nan"), dtype=low),
+        None if low is None else param.detach().to(low),
         like(False) if rule.kind == "adam" or rule.momentum else None,
         like(True) if rule.kind == "adam" else None,
         like(True) if rule.amsgrad else None,

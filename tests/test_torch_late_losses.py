@@ -189,21 +189,27 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH) * 0.1)
 
 
+def train_bare(scaler, model):
+    """The scales; the loss of step 10 jumps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales = []
+    for x, y in batches(0, 20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = F.linear(x, model.weight)
+        large = 2.0**20 if len(scales) == 10 else 1.0
+        scaler.scale(F.cross_entropy(out.float(), y) * large).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
 def test_without_a_modules_output_the_scale_follows_torchs_rule_and_says_so_once():
     model = Bare()
     scaler = AdaptiveGradScaler(model, "cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scales = []
     with pytest.warns(UserWarning, match="no output of the model's modules") as said:
-        for x, y in batches(0, 20):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                out = F.linear(x, model.weight)
-            large = 2.0**20 if len(scales) == 10 else 1.0
-            scaler.scale(F.cross_entropy(out.float(), y) * large).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
+        scales = train_bare(scaler, model)
     assert len(said) == 1
     assert scales[0] == 2.0**16
     assert scales[9] == 2.0**16

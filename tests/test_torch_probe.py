@@ -400,3 +400,27 @@ def test_the_gradient_of_a_float32_loss_bounds_nothing():
     # The largest gradient of a logit is one row's share, 1/64.
     assert judged.peak < -5
     assert choose(survey.graph, survey.histograms).global_exponent > 12
+
+
+class Scaled(nn.Module):
+    """Its parameter is multiplied in float32; what comes in from behind is the only float16."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, input):
+        return (input * self.weight).half()
+
+
+def test_what_only_enters_a_component_in_float16_asks_for_nothing_there():
+    model, x = nn.Sequential(Scaled(4), nn.Linear(4, 2)), torch.randn(8, 4)
+    survey = probe_of(model, lambda m: in_half(m, x).sum() * 2.0**-30, scale=1.0).survey(0)
+    of = {key: h for c, h in zip(survey.graph.components, survey.histograms, strict=True)
+          for key in c.modules}  # fmt: skip
+    assert of["1"].dark, "stored there, and flushed"
+    assert (of["0"].dark, of["0"].nonzero) == (0, 0)
+    survey = probe_of(model, lambda m: in_half(m, x).sum() * 2.0**-20, scale=1.0).survey(0)
+    plan = choose(survey.graph, survey.histograms, format="float16")
+    lows = {c.modules: c.interval.low for c in plan.components}
+    assert lows["0",] == -24 < lows["1", ""]

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from gradlift import zhao2019
 from gradlift.formats import get, round_to
 from gradlift.plan import choose
+from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.paper_planner import carry, lower
 from gradlift.plan.pilot import Pilot, Record, Survey
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import (
     FLOAT16,
     THRESHOLD,

@@ -24,9 +24,10 @@ except ImportError as error:
         "gradlift.jax needs jax, which is not installed: pip install 'gradlift[jax]'"
     ) from error
 
+from gradlift.jax.adaptive_step import AdaptiveState
 from gradlift.jax.cuts import Layerwise, adopt, layerwise
 from gradlift.jax.marks import cut
-from gradlift.jax.scaler import Adaptive, AdaptiveState, adaptive
+from gradlift.jax.scaler import Adaptive, adaptive
 from gradlift.jax.state import (
     LossScaleState,
     ValueAndGrad,

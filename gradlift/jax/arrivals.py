@@ -41,7 +41,8 @@ class Arrived:
 
 
 def _arrived(rows: list[dict[str, Any]], overflowed: Any, survey: dict[str, Any] | None) -> Arrived:
-    return Arrived(tuple(Record(**row) for row in rows), overflowed, survey and Survey(**survey))
+    found = None if survey is None else Survey(**survey)
+    return Arrived(tuple(Record(**row) for row in rows), overflowed, found)
 
 
 ARRIVED = schema.record(

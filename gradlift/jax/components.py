@@ -21,11 +21,17 @@ import jax.numpy as jnp
 
 from gradlift.formats import FORMATS
 from gradlift.jax.marks import name_of
-from gradlift.jax.program import Link, Program, Step, inside, numbers
+from gradlift.jax.program import Link, Program, Step, inside, kind, numbers
 from gradlift.plan.potential import Component, Cut, Graph
 
 # Their backward is written by hand.
-BY_HAND = ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "linear_call")
+BY_HAND = (
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_lin",
+    "linear_call",
+    "call_hi_primitive",
+)
 # Too narrow to bring a gradient back to the global scale in.
 NARROW = (jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn)
 
@@ -145,8 +151,9 @@ class _Analyst:
         """Joins what no cut separates; returns the cuts that gradients pass."""
         cuts, seen = [], Counter[str]()
         for node in self.nodes:
-            for name in self._inside(node)[0]:
-                self.neutral[name] = f"it is inside {node.eqn.primitive.name}"
+            if isinstance(node, Step):
+                for name in self._inside(node)[0]:
+                    self.neutral[name] = f"it is inside {node.eqn.primitive.name}"
             name, outs, ins = node.cut, self._inner(node.outs), self._inner(node.ins)
             if name is None:
                 self.sets.join([*ins, *outs])
@@ -168,7 +175,7 @@ class _Analyst:
         if key not in self.held_inside:
             every = [node.eqn, *inside(node.eqn)]
             cuts = [name for eqn in every[1:] if (name := name_of(eqn)) is not None]
-            by_hand = [eqn.primitive.name for eqn in every if eqn.primitive.name in BY_HAND]
+            by_hand = [name for eqn in every if (name := kind(eqn)[0]) in BY_HAND]
             self.held_inside[key] = cuts, by_hand[0] if by_hand else None
         return self.held_inside[key]
 

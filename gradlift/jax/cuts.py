@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from gradlift.formats import FORMATS
 from gradlift.jax import axes
@@ -211,7 +212,7 @@ class Traced:
                 f"offsets of shape {jnp.shape(offsets)} do not fit a loss function of {count} "
                 "components: trace and plan it again"
             )
-        if isinstance(offsets, jax.core.Tracer):
+        if isinstance(offsets, Tracer):
             return
         known = np.asarray(offsets).tolist()
         for cut in self.graph.cuts:

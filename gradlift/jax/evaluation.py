@@ -22,7 +22,7 @@ from jax.extend import core
 
 from gradlift.jax.axes import vary, varying
 from gradlift.jax.components import Analysis, Node
-from gradlift.jax.program import REMAT, Program, Step
+from gradlift.jax.program import REMAT, Program, Step, kind
 from gradlift.jax.state import at_least_float32
 from gradlift.plan.histogram import BINS
 
@@ -86,7 +86,7 @@ class Evaluation:
             return ins
         if not step.inside:
             return _equation(step.eqn, ins)
-        name = step.eqn.primitive.name
+        name = kind(step.eqn)[0]
         if name in REMAT:
             return self._remat(step, ins)
         return {"scan": self._scan, "cond": self._cond, "shard_map": self._shard_map}[name](
@@ -94,7 +94,7 @@ class Evaluation:
         )
 
     def _remat(self, step: Step, ins: list[Any]) -> Sequence[Any]:
-        params = step.eqn.params
+        params = kind(step.eqn)[1]
         again = jax.checkpoint(
             lambda *values: self.run(step.inside[0], values),
             policy=params["policy"],
@@ -157,11 +157,9 @@ class Evaluation:
         """
         keys = [[(node, i) for node in t.walk() for i in range(len(node.ins))] for t in turns]
         table = np.array([[self.place.get(key, -1) for key in row] for row in keys])
-        used = (table >= 0).any(axis=0)
+        used = np.flatnonzero((table >= 0).any(axis=0))
         table = table[:, used]
-        place = {
-            key: at for at, key in enumerate(k for k, u in zip(keys[0], used, strict=True) if u)
-        }
+        place = {keys[0][column]: at for at, column in enumerate(used)}
         arguments = [self.arguments[site] for site in table.max(axis=0)]
         none = np.full((len(turns), 1), -1)
         return np.concatenate([table, none], axis=1), replace(

@@ -18,7 +18,7 @@ it neutral.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -133,9 +133,24 @@ def flatten(closed: Any) -> Program:
     return _Flattening().whole(closed)
 
 
+def kind(eqn: Any) -> tuple[str, Mapping[str, Any]]:
+    """What an equation is, and its parameters.
+
+    Newer versions of JAX can have ``checkpoint`` and ``checkpoint_name`` as objects inside one
+    primitive, which is also what users make primitives of their own with.
+    """
+    wrapped = eqn.params.get("_prim")
+    if hasattr(wrapped, "jaxpr") and hasattr(wrapped, "policy"):
+        known = {"jaxpr": wrapped.jaxpr, "policy": wrapped.policy, "prevent_cse": True}
+        return "remat", known
+    if type(wrapped).__name__ == "CheckpointName":
+        return "name", {}
+    return eqn.primitive.name, eqn.params
+
+
 def inside(eqn: Any) -> Iterator[Any]:
     """All equations inside an equation."""
-    for param in eqn.params.values():
+    for param in kind(eqn)[1].values():
         for value in param if isinstance(param, (tuple, list)) else (param,):
             if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
                 for inner in value.eqns:
@@ -148,15 +163,23 @@ def numbers(atoms: Sequence[Any]) -> list[int]:
     return [atom for atom in atoms if isinstance(atom, int)]
 
 
+# What must be known of an equation to run it again.
+_KNOWN = {
+    "scan": {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry"},
+    "cond": {"branches"},
+    "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma"},
+    **{name: {"jaxpr"} for name in CALLS},
+    **{name: {"jaxpr", "policy", "prevent_cse"} for name in REMAT},
+}
+
+
 def _opens(eqn: Any) -> bool:
-    name, params = eqn.primitive.name, eqn.params
-    known = {
-        "scan": 0 < params.get("length", 0) <= MOST_TURNS,
-        "cond": "branches" in params,
-        "shard_map": {"mesh", "in_specs", "out_specs", "jaxpr"} <= params.keys(),
-    }
-    known |= dict.fromkeys((*CALLS, *REMAT), "jaxpr" in params)
-    return known.get(name, False) and any(name_of(e) is not None for e in inside(eqn))
+    name, params = kind(eqn)
+    if name not in _KNOWN or not _KNOWN[name] <= params.keys():
+        return False
+    if name == "scan" and not 0 < params["length"] <= MOST_TURNS:
+        return False
+    return any(name_of(e) is not None for e in inside(eqn))
 
 
 class _Flattening:
@@ -194,7 +217,7 @@ class _Flattening:
         self, eqn: Any, ins: tuple[Any, ...], program: Program, scope: str
     ) -> tuple[Any, ...]:
         """Appends one equation; returns the variables that it makes."""
-        name = eqn.primitive.name
+        name = kind(eqn)[0]
         if _opens(eqn) and name in CALLS:
             return self.call(eqn.params["jaxpr"], ins, program, scope)
         openers = {"scan": self.scan, "cond": self.cond, "shard_map": self.shard_map}
@@ -207,7 +230,7 @@ class _Flattening:
 
     def remat(self, step: Step) -> None:
         """What is run twice."""
-        step.inside = (self.body(step.eqn.params["jaxpr"], step.ins, step.outs),)
+        step.inside = (self.body(kind(step.eqn)[1]["jaxpr"], step.ins, step.outs),)
         step.ins = step.inside[0].ins
 
     def cond(self, step: Step) -> None:

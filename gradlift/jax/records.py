@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from gradlift.plan.pilot import PATIENCE, Record
-from gradlift.policy import Dynamic
+from gradlift.policy import Policy
 
 COLUMNS = ("step", "exponent", "amax", "overflow", "bad_loss", "went_on")
 STEP, EXPONENT, AMAX, OVERFLOW, _, WENT_ON = range(len(COLUMNS))
@@ -88,7 +88,7 @@ def predicted(
     return jnp.where((count == 0) | (limit == NO_LIMIT), exponent, moved)
 
 
-def went_on(records: jax.Array, limit: jax.Array, policy: Dynamic) -> jax.Array:
+def went_on(records: jax.Array, limit: jax.Array, policy: Policy) -> jax.Array:
     """``records`` with the exponent that the next step is to have in the last row.
 
     Args:

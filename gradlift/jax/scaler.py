@@ -3,8 +3,8 @@
 The pilot that decides (``gradlift.plan.pilot``) is the one of torch's ``AdaptiveGradScaler``. Here
 it sits between steps, on the host, and what it needs rides in a pytree::
 
-    on the device, in a step   a gradient at the plan's exponents (``cuts.py``); a record; after an
-                               overflow a lower scale, otherwise the predicted one (``records.py``)
+    on the device, in a step   ``adaptive_step.py``: a gradient at the plan's exponents, a record,
+                               and the scale of the next step
     on the host, in adjust     every eighth step, the records copied at the look before: they are
                                there by then, and nothing waits; while a plan is being looked for,
                                every step; what the pilot says goes back as small arrays
@@ -17,27 +17,26 @@ the same.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradlift import schema
 from gradlift.formats import get
-from gradlift.jax import axes, records
+from gradlift.jax import records
+from gradlift.jax.adaptive_step import ARRAYS, AdaptiveState, take_step
 from gradlift.jax.arrivals import ARRIVED, Arrived, Sent, copied
 from gradlift.jax.axes import AxisName
 from gradlift.jax.cuts import Layerwise, Traced
 from gradlift.jax.parameters import Parameters
-from gradlift.jax.state import LEAVES, LossScaleState, ValueAndGrad, all_finite, init, loss_of
+from gradlift.jax.state import LEAVES, ValueAndGrad, init
 from gradlift.plan.histogram import BINS
 from gradlift.plan.pilot import ADVICE, Pilot
 from gradlift.plan.plan import Plan
@@ -51,43 +50,6 @@ VERSION = 1
 LOOK = 8
 # On an overflow: nobody knows how far the gradients jumped, and a probe brings the scale back.
 BACKOFF = 2.0**-4
-
-
-@dataclass(frozen=True)
-class AdaptiveState:
-    """What an adaptive scaler carries from step to step: a pytree.
-
-    Attributes:
-        loss_scale: the scale of the loss's component.
-        offsets: int32, shape (components,): exponents relative to the loss's.
-        limit: int32, 0-d: the most that exponent plus largest gradient may come to.
-        records: int32, shape (64, 6): the last steps, see ``records.py``.
-        overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
-            that overflowed.
-        bins: int32, shape (sites, 256): there while steps are probes, and None otherwise.
-    """
-
-    loss_scale: LossScaleState
-    offsets: jax.Array
-    limit: jax.Array
-    records: jax.Array
-    overflowed: jax.Array
-    bins: jax.Array | None
-
-    def replace(self, **changes: Any) -> AdaptiveState:
-        """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def scale(self) -> jax.Array:
-        """float32, 0-d: the multiplier of the loss."""
-        return self.loss_scale.scale
-
-
-_ARRAYS = ("offsets", "limit", "records", "overflowed")
-jax.tree_util.register_dataclass(
-    AdaptiveState, data_fields=("loss_scale", *_ARRAYS, "bins"), meta_fields=()
-)
 
 
 def adaptive(
@@ -147,7 +109,7 @@ def _numbers(value: Any) -> np.ndarray:
 
 SAVED = schema.record(
     version=schema.one_of(VERSION),
-    arrays=schema.record(**dict.fromkeys((*LEAVES, *_ARRAYS), _numbers)),
+    arrays=schema.record(**dict.fromkeys((*LEAVES, *ARRAYS), _numbers)),
     probing=schema.flag,
     steps=schema.optional(schema.whole(0)),
     seen=schema.whole(-1),
@@ -227,7 +189,7 @@ class Adaptive:
             The next state, and what ``value_and_grad`` gives.
         """
         self._check(state, args)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, args))):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, args))):
             return self._step(state, *args)
         state, out = self._jitted(state, *args)
         return self.adjust(state), out
@@ -240,7 +202,7 @@ class Adaptive:
             steps: how many steps it took, for a loop inside ``jit``.
         """
         pilot = self._check(state)[0]
-        if isinstance(state.offsets, jax.core.Tracer):
+        if isinstance(state.offsets, Tracer):
             raise ValueError("adjust(state) reads the device: call it outside jit and scan")
         if self._steps is None:
             # The first steps, or the first ones after arrays came from a checkpoint.
@@ -268,7 +230,7 @@ class Adaptive:
             s if isinstance(s, Arrived) else s.arrived(traced, parameters) for s in self._queue
         ]
         arrays = {name: getattr(state.loss_scale, name) for name in LEAVES}
-        arrays |= {name: getattr(state, name) for name in _ARRAYS}
+        arrays |= {name: getattr(state, name) for name in ARRAYS}
         return {
             "version": VERSION,
             "arrays": {name: np.asarray(x).tolist() for name, x in arrays.items()},
@@ -297,43 +259,12 @@ class Adaptive:
         self._queue.extend(read["waiting"])
         self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
         loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
-        own = {name: arrays[name] for name in _ARRAYS}
+        own = {name: arrays[name] for name in ARRAYS}
         bins = state.bins if read["probing"] else None
         return state.replace(loss_scale=loss_scale, bins=bins, **own)
 
-    # On the device
-
     def _step(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
-        parameters = self._check(state)[2]
-        run, before, bins = self._run, state.loss_scale, None
-        if state.bins is None:
-            out = run.value_and_grad(before, state.offsets, *args)
-        else:
-            out, bins = run.probe(before, state.offsets, *args)
-        largest = records.exponents(parameters.largest(out.grads))
-        over = axes.deciding(largest, before.scale, run.axis_name)
-        largest = lax.pmax(largest, over) if over else largest
-        loss = loss_of(out.aux, run.has_aux)
-        over = axes.deciding(loss, before.scale, run.axis_name)
-        bad_loss = ~axes.agree(all_finite(loss), over)
-        exponent = records.exponents(before.scale)
-        after = records.appended(
-            state.records,
-            exponent=exponent,
-            amax=jnp.max(largest, initial=records.NOTHING),
-            overflow=~out.finite,
-            bad_loss=bad_loss,
-            went_on=records.exponents(out.state.scale),
-        )
-        after = records.went_on(after, state.limit, self._policy)
-        went_on = records.power(after[-1, records.WENT_ON])
-        loss_scale = out.state.replace(scale=went_on)
-        kept = out.finite | bad_loss
-        overflowed = jnp.where(kept, state.overflowed, largest == records.NOT_FINITE)
-        state = state.replace(
-            loss_scale=loss_scale, records=after, overflowed=overflowed, bins=bins
-        )
-        return state, out._replace(state=loss_scale)
+        return take_step(state, args, self._run, self._check(state)[2])
 
     # On the host
 
@@ -344,7 +275,10 @@ class Adaptive:
         sent = copied(state.records, state.overflowed)
         for array in sent:
             array.copy_to_host_async()
-        self._queue.append(Sent(self._steps, self._seen, *sent, state.bins, self._offsets))
+        rows, overflowed = sent
+        self._queue.append(
+            Sent(self._steps, self._seen, rows, overflowed, state.bins, self._offsets)
+        )
         self._seen, self._looked = self._steps - 1, self._steps
         state = state.replace(bins=None)
         while len(self._queue) > 1 or (self._queue and pilot.searching):
@@ -423,7 +357,7 @@ def _everywhere(args: Any) -> NamedSharding | None:
 
 def _loaded(name: str, values: Any, state: AdaptiveState) -> jax.Array:
     """An array of a checkpoint, where the new one lies."""
-    new = getattr(state if name in _ARRAYS else state.loss_scale, name)
+    new = getattr(state if name in ARRAYS else state.loss_scale, name)
     array = np.asarray(values)
     if array.shape != new.shape:
         raise ValueError(

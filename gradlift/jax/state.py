@@ -10,6 +10,7 @@ would keep XLA from fusing across it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -162,7 +163,8 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> jax.Array:
         axis_name: of ``pmap``, ``vmap`` or ``shard_map``: agree over that axis.
     """
     flags = [jnp.isfinite(at_least_float32(x)).all() for x in jax.tree.leaves(tree) if inexact(x)]
-    finite = jnp.stack(flags).all() if flags else jnp.array(True)
+    # One by one: on a GPU that is a single small kernel, together with what becomes of it.
+    finite = functools.reduce(jnp.logical_and, flags, jnp.array(True))
     return axes.agree(finite, axes.names(axis_name))
 
 
@@ -245,9 +247,10 @@ def loss_of(value: Any, has_aux: bool) -> Any:
             "with has_aux=True the loss function returns a pair (loss, aux), got "
             f"{type(value).__name__}: return such a pair, or leave has_aux out"
         )
-    loss = value[0] if has_aux else value
+    loss: Any = value[0] if has_aux else value
     if jax.tree.structure(loss) != jax.tree.structure(0) or jnp.shape(loss):
-        found = f"an array of shape {jnp.shape(loss)}" if hasattr(loss, "shape") else repr(loss)
+        array = hasattr(loss, "shape")
+        found = f"an array of shape {loss.shape}" if array else type(loss).__name__
         aux = "" if has_aux or not pair else "; for a pair (loss, aux) pass has_aux=True"
         raise ValueError(f"the loss function must return a scalar loss, got {found}{aux}")
     return loss

@@ -5,10 +5,11 @@ Pure: histograms, graphs and plans are plain data, the same on every rank and in
 """
 
 from gradlift.plan.forecast import growth, predict
+from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.plan import ActiveCut, Plan, Planned
 from gradlift.plan.planner import choose
-from gradlift.plan.potential import Component, Cut, Graph, Interval
+from gradlift.plan.potential import Interval
 
 __all__ = [
     "BINS",

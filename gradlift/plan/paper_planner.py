@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradlift.formats import Format
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Graph
+from gradlift.plan.graph import Component, Graph
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import (
     PASS,
     Formula,

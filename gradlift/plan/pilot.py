@@ -31,10 +31,11 @@ from gradlift.formats import Format, get
 from gradlift.plan import saved
 from gradlift.plan.bounds import largest_climb
 from gradlift.plan.forecast import growth, predict
+from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose, overflowed_first
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Graph
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import Passage, Zhao2019, check_same, name_of, resolve
 
 DEFAULT_INTERVAL = 200
@@ -135,6 +136,8 @@ class Pilot:
         self._in_a_row = 0
         self._peaks: dict[str, list[tuple[int, int | None]]] = {}
         self._offsets: dict[str, int] = {}
+        self._past: tuple[int, dict[str, int]] = (-1, {})
+        """The offsets before these, and the last step that ran at them."""
         self._unmet: dict[str, int] = {}
         """Probes in a row that did not meet a module."""
         self._graph: Graph | None = None
@@ -144,8 +147,9 @@ class Pilot:
         self._one_scale = not layerwise
         self._clean: int | None = None
         """Under torch's rule, the clean steps since the scale has changed."""
-        self._unplanned = (-self.interval, 1)
-        """When an unplanned graph last brought a probe forward, and how long the next must wait."""
+        self._unplanned = (-self.interval, 1, -self.interval)
+        """The step probed last, how long after it an unplanned graph has to wait for the next, and
+        when there was such a graph last."""
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -186,11 +190,12 @@ class Pilot:
         may be one in every step: those that follow each other within an interval wait twice as
         long each time.
         """
-        last, wait = self._unplanned
-        wait = 1 if step - last > self.interval else wait
-        if last + wait <= step < self.next_probe:
+        probed, wait, met = self._unplanned
+        wait = 1 if step - met > self.interval else wait
+        if probed + wait <= step < self.next_probe:
             self.next_probe = step
-            self._unplanned = step, min(2 * wait, self.interval)
+            wait = min(2 * wait, self.interval)
+        self._unplanned = probed, wait, step
 
     def saw(
         self,
@@ -211,7 +216,7 @@ class Pilot:
             blind: whether the step was to be probed and there was nothing to look at, or no probe
                 can be taken at all.
         """
-        before = record.exponent + self._shifted_since(record.step)
+        before, offsets = record.exponent + self._shifted_since(record.step), self._offsets
         backed_off = record.overflow and not record.bad_loss
         # The scale that is in force now, as far as anybody knows.
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
@@ -236,6 +241,8 @@ class Pilot:
             self._shifts.append((now, target - expected))
         if self.plan is not None and target != self.plan.global_exponent:
             self.plan = self.plan.shifted(target - self.plan.global_exponent)
+        if self._offsets != offsets:
+            self._past = now, offsets
         return target - expected
 
     def _shifted_since(self, step: int) -> int:
@@ -249,14 +256,15 @@ class Pilot:
             self.next_probe = now + (1 if target > expected else self._wait(now))
             return target
         self._clean = None
+        self._unplanned = record.step, *self._unplanned[1:]
         if not record.overflow:
-            if self.layerwise:
-                self._one_scale, self._above = False, []
+            self._one_scale = not self.layerwise
             return self._planned(record, now, survey)
         first = overflowed_first(survey.graph, survey.histograms)
         if self.plan is None or self.plan.probe_again:
-            self._note_above(record, _modules(survey.graph, first))
+            dropped = self._note_above(record, _modules(survey.graph, first))
             target = self._planned(record, now, survey)
+            self.next_probe = now + self._wait(now) if dropped else self.next_probe
             # How far it is nobody knows, and every step that overflows again is lost.
             return target - self.backoff * (target < expected + self.backoff)
         # After a clean probe one overflow may be one batch's alone, and how far it went says
@@ -290,21 +298,23 @@ class Pilot:
         forecast: Sequence[int] | None = None,
         passages: Sequence[Passage] = (),
     ) -> Plan:
+        here = record.exponent + self._shifted_since(record.step)
         self.plan = choose(
             graph,
             histograms,
             format=self.format,
             tolerance=self.tolerance,
             headroom=self.headroom,
-            last=self.plan and self.plan.shifted(record.exponent - self.plan.global_exponent),
+            last=self.plan and self.plan.shifted(here - self.plan.global_exponent),
             forecast=forecast,
             rule=self.rule,
             passages=passages,
         )
-        if self._above_too_often:
+        if self._one_scale and self.layerwise:
             self.plan = replace(self.plan, reasons=(*self.plan.reasons, self._dropped))
-        for component, offset in zip(self.plan.components, self.plan.offsets, strict=True):
-            self._offsets.update(dict.fromkeys(component.modules, offset))
+        planned = zip(self.plan.components, self.plan.offsets, strict=True)
+        found = {key: offset for component, offset in planned for key in component.modules}
+        self._offsets = {**self._offsets, **found}
         return self.plan
 
     def _forget_unmet(self, graph: Graph) -> None:
@@ -323,24 +333,32 @@ class Pilot:
     # Overflows above the global exponent, which one scale would not have had.
 
     @property
-    def _above_too_often(self) -> bool:
-        return len(self._above) >= MOST_ABOVE
-
-    @property
     def _dropped(self) -> str:
-        steps = " and ".join(map(str, self._above[-MOST_ABOVE:]))
+        steps = " and ".join(map(str, self._above))
         return (
             f"parts above the loss scale, and they alone, overflowed in steps {steps}; one "
             "exponent for all until a probe is clean"
         )
 
-    def _note_above(self, record: Record, modules: Collection[str]) -> None:
-        """Counts an overflow against the plan if it was in modules above the loss scale alone."""
-        known = [self._offsets.get(module, 0) for module in modules]
-        if known and min(known) > 0:
-            recent = [step for step in self._above if record.step - step < self.interval]
-            self._above = [*recent, record.step]
-            self._one_scale = self._one_scale or self._above_too_often
+    def _offset_at(self, step: int, module: str) -> int:
+        """What a module ran at in a step; the plan may have changed since."""
+        until, past = self._past
+        return (past if step <= until else self._offsets).get(module, 0)
+
+    def _note_above(self, record: Record, modules: Collection[str]) -> bool:
+        """Counts an overflow against the plan if it was in modules above the loss scale alone.
+
+        Returns:
+            Whether it was one too many, so that exponents of their own are dropped. The next probe,
+            which may bring them back, then has time.
+        """
+        known = [self._offset_at(record.step, module) for module in modules]
+        if not known or min(known) <= 0:
+            return False
+        recent = [step for step in self._above if record.step - step < self.interval]
+        self._above = [*recent, record.step][-MOST_ABOVE:]
+        self._one_scale = self._one_scale or len(self._above) == MOST_ABOVE
+        return self._one_scale
 
     def _backed_off(
         self, record: Record, now: int, overflowed: Sequence[str], expected: int
@@ -358,12 +376,12 @@ class Pilot:
     def _lowered(self, record: Record, now: int, where: Collection[int]) -> int:
         """A plan in which components that overflowed are lower by as much as is usual."""
         assert self._graph is not None
-        self.next_probe = min(self.next_probe, now + 1)
-        self._note_above(record, _modules(self._graph, where))
+        dropped = self._note_above(record, _modules(self._graph, where))
+        self.next_probe = now + (self._wait(now) if dropped else 1)
         self._graph = self._held(self._graph)
         histograms = [
             Histogram.overflowed(
-                record.exponent + self._offsets.get(_modules(self._graph, [i])[0], 0),
+                record.exponent + self._offset_at(record.step, _modules(self._graph, [i])[0]),
                 component.format or self.format,
             )
             if i in where
@@ -441,6 +459,7 @@ class Pilot:
             "owners": dict(self._owners),
             "offsets": dict(self._offsets),
             "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
+            "past": [self._past[0], dict(self._past[1])],
             "unmet": dict(self._unmet),
             "above": list(self._above),
             "one_scale": self._one_scale,
@@ -467,7 +486,7 @@ class Pilot:
         self._graph, self._owners = read["graph"], dict(read["owners"])
         self._unmet, self._above = dict(read["unmet"]), list(read["above"])
         self._one_scale, self._clean = read["one_scale"], read["clean"]
-        self._unplanned = read["unplanned"]
+        self._unplanned, self._past = read["unplanned"], read["past"]
 
     def check(self, data: Any) -> None:
         """Refuses a state of another rule, or of another format: its exponents would not fit.

@@ -14,7 +14,8 @@ from typing import Any
 from gradlift import schema
 from gradlift.formats import FORMATS, Format, get
 from gradlift.plan.bounds import ANY
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph, Interval
+from gradlift.plan.graph import Component, Cut, Graph
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
 from gradlift.schema import Mismatch
 
 VERSION = 3

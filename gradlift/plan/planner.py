@@ -8,7 +8,8 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      out of sight below: raise towards high, ask for another probe
                      out of sight above: lower, ask for another probe
                      nothing but zeros: any exponent, so that of the neighbours
-    all of them:     where one exponent would serve with a bit less of headroom, it does
+    all of them:     where one exponent would serve with a bit less of headroom, it does; where
+                     there is only one, small gradients get all but a bit of the headroom
     exponents:       the last ones, while they lie in their intervals and little would be gained;
                      otherwise those with the fewest active cuts, see ``potential``
                      (rule "zhao2019": those that the paper's formula gives, see ``carried``)
@@ -26,22 +27,17 @@ from dataclasses import replace
 
 from gradlift.formats import Format, get
 from gradlift.plan.bounds import ANY, NOT_FINITE, Bounds, find_bounds, largest_climb
+from gradlift.plan.graph import Component, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.paper_planner import Carried, carry, lower
 from gradlift.plan.plan import ActiveCut, Plan, Planned, active_cuts
-from gradlift.plan.potential import (
-    MAX_EXPONENT,
-    Component,
-    Graph,
-    Interval,
-    fewest_cuts,
-    meet,
-)
+from gradlift.plan.potential import MAX_EXPONENT, Interval, fewest_cuts, meet
 from gradlift.zhao2019 import Passage, Zhao2019
 
 # Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
 # multiplication in every step, and between probes the exponent follows the gradients anyway. With
-# two of them a quantised network skipped a step that it need not have skipped.
+# two of them a quantised network skipped a step that it need not have skipped. Where there can be
+# no cut, all but one go to gradients that are too small otherwise: torch's scale has no headroom.
 SPARED = 1
 
 
@@ -239,14 +235,14 @@ def _settle(
         spare = [_narrowed(interval) for interval in usable]
         if settled and len(graph.active(fewest_cuts(graph, spare))) >= cost:
             return kept
-    settled = list(cheapest)
+    chosen = list(cheapest)
     for region in graph.regions(cheapest):
         common, base = _common(usable, cheapest, region), cheapest[region[0]]
         last = [planned.exponent for i in region if (planned := before[i])]
-        chosen = _pick(common, headroom, last)
+        best = _pick(common, headroom, last)
         for i in region:
-            settled[i] = chosen + cheapest[i] - base
-    return settled
+            chosen[i] = best + cheapest[i] - base
+    return chosen
 
 
 def _holds(graph: Graph, usable: Sequence[Interval], kept: Sequence[int], headroom: int) -> bool:

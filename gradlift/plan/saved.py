@@ -165,5 +165,6 @@ PILOT = record(
     above=list_of(STEP),
     one_scale=schema.flag,
     clean=optional(COUNT),
-    unplanned=row(whole(-schema.LARGEST), COUNT),
+    unplanned=row(whole(-schema.LARGEST), COUNT, whole(-schema.LARGEST)),
+    past=row(whole(-schema.LARGEST), schema.dict_of(schema.text, OFFSET)),
 )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -258,11 +257,6 @@ def make_agree(found: list[dict[Slot, tuple[int, int]]]) -> None:
                 first, index = {}, -1
                 break
         index += 1
-
-
-def module_of(key: str) -> str:
-    """The name of the module that a key speaks of."""
-    return re.sub(r"(\[\d+\])?(@\d+)?$", "", key)
 
 
 # What the compiler sees.

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from gradlift.formats import Format, get
+from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.pilot import Survey
-from gradlift.plan.potential import Component, Cut, Graph
 from gradlift.torch.probe.rows import Row, Rows
 from gradlift.torch.ranks.reductions import Reduction
 

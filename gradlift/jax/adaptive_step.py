@@ -1,0 +1,111 @@
+"""What an adaptive step does on the device.
+
+In pseudo-code; ``take_step`` has the same shape::
+
+    a gradient at the plan's exponents (``cuts.py``), counted if the step is a probe
+    the largest gradient of every parameter
+    a record of it (``records.py``)
+    the scale of the next step: after an overflow the policy's, otherwise the predicted one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradlift.jax import axes, records
+from gradlift.jax.cuts import Layerwise
+from gradlift.jax.parameters import Parameters
+from gradlift.jax.state import LossScaleState, ValueAndGrad, all_finite, loss_of
+
+
+@dataclass(frozen=True)
+class AdaptiveState:
+    """What an adaptive scaler carries from step to step: a pytree.
+
+    Attributes:
+        loss_scale: the scale of the loss's component.
+        offsets: int32, shape (components,): exponents relative to the loss's.
+        limit: int32, 0-d: the most that exponent plus largest gradient may come to.
+        records: int32, shape (64, 6): the last steps, see ``records.py``.
+        overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
+            that overflowed.
+        bins: int32, shape (sites, 256): there while steps are probes, and None otherwise.
+    """
+
+    loss_scale: LossScaleState
+    offsets: jax.Array
+    limit: jax.Array
+    records: jax.Array
+    overflowed: jax.Array
+    bins: jax.Array | None
+
+    def replace(self, **changes: Any) -> AdaptiveState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def scale(self) -> jax.Array:
+        """float32, 0-d: the multiplier of the loss."""
+        return self.loss_scale.scale
+
+
+ARRAYS = ("offsets", "limit", "records", "overflowed")
+jax.tree_util.register_dataclass(
+    AdaptiveState, data_fields=("loss_scale", *ARRAYS, "bins"), meta_fields=()
+)
+
+
+def take_step(
+    state: AdaptiveState, args: tuple[Any, ...], run: Layerwise, parameters: Parameters
+) -> tuple[AdaptiveState, ValueAndGrad]:
+    """One step.
+
+    Args:
+        state: the current state.
+        args: of the loss function.
+        run: the loss function.
+        parameters: of it.
+    """
+    before, bins = state.loss_scale, None
+    if state.bins is None:
+        out = run.value_and_grad(before, state.offsets, *args)
+    else:
+        out, bins = run.probe(before, state.offsets, *args)
+    largest = _largest(out, before, run, parameters)
+    bad_loss = _bad_loss(out, before, run)
+    rows = records.appended(
+        state.records,
+        exponent=records.exponents(before.scale),
+        amax=jnp.max(largest, initial=records.NOTHING),
+        overflow=~out.finite,
+        bad_loss=bad_loss,
+        went_on=records.exponents(out.state.scale),
+    )
+    rows = records.went_on(rows, state.limit, before.policy)
+    loss_scale = out.state.replace(scale=records.power(rows[-1, records.WENT_ON]))
+    # Gradients of a bad loss say nothing about who overflowed.
+    kept = out.finite | bad_loss
+    overflowed = jnp.where(kept, state.overflowed, largest == records.NOT_FINITE)
+    state = state.replace(loss_scale=loss_scale, records=rows, overflowed=overflowed, bins=bins)
+    return state, out._replace(state=loss_scale)
+
+
+def _largest(
+    out: ValueAndGrad, before: LossScaleState, run: Layerwise, parameters: Parameters
+) -> jax.Array:
+    """The exponent of each parameter's largest gradient on any device: int32."""
+    found = records.exponents(parameters.largest(out.grads))
+    over = axes.deciding(found, before.scale, run.axis_name)
+    return lax.pmax(found, over) if over else found
+
+
+def _bad_loss(out: ValueAndGrad, before: LossScaleState, run: Layerwise) -> jax.Array:
+    """Whether the loss is not finite on some device: bool, 0-d."""
+    loss = loss_of(out.aux, run.has_aux)
+    return ~axes.agree(all_finite(loss), axes.deciding(loss, before.scale, run.axis_name))
