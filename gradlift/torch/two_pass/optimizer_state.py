@@ -2,7 +2,8 @@
 
 See ``two_pass`` for what lives where and why. Everything here is about the moments at which that
 matters: state is made, torch's own ``step()`` runs, a checkpoint is taken or loaded. State of a
-DTensor is a DTensor like it, as torch makes it; a ``ParamTensors`` holds what of both lies on this rank.
+DTensor is a DTensor like it, as torch makes it; ``ParamTensors`` hold what of both lies on this
+rank.
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ class UpdateTable(Table):
         slots: The tensors of each row.
         kind: Of the rules, the same for all rows.
         groups: int32 ``[n]``: the param group of each row.
-        pointers: int64 ``[6, n]``: addresses in the order of ``ParamTensors``, 0 where there is none.
+        pointers: int64 ``[6, n]``: addresses in ``ParamTensors``' order, 0 where there is none.
         coefs: float32 ``[n, 16]``: scratch, the numbers each row's update needs.
         lists: What the plain path keeps with the table.
     """
