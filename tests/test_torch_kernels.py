@@ -13,8 +13,8 @@ from gradlift.torch.kernels import check_pass
 from gradlift.torch.two_pass import cpu_passes
 from gradlift.torch.two_pass.tables import (
     DeviceList,
+    ParamTensors,
     Rule,
-    Slot,
     Table,
     UpdateTable,
     grad_table,
@@ -272,12 +272,12 @@ def hypers(rule: Rule, **numbers: float) -> Tensor:
     return torch.tensor(row, dtype=torch.float64, device=DEVICE)
 
 
-def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | None) -> Slot:
+def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | None) -> ParamTensors:
     def like(positive: bool) -> Tensor:
         made = torch.randn_like(param, dtype=torch.float32).to(state)
         return made.abs() if positive else made
 
-    return Slot(
+    return ParamTensors(
         param,
         None if low is None else param.detach().to(low),
         like(False) if rule.kind == "adam" or rule.momentum else None,
@@ -288,7 +288,7 @@ def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | No
 
 
 def expected_update(
-    slot: Slot, grad: Tensor, rule: Rule, numbers: list[float], factor: float
+    slot: ParamTensors, grad: Tensor, rule: Rule, numbers: list[float], factor: float
 ) -> list[Tensor]:
     """Parameter and state after the update, from the formulas, in float64."""
     lr, sign, weight_decay = numbers[:3]
@@ -331,7 +331,7 @@ RULES = [
 
 def run_update(
     backend: Any,
-    slots: list[Slot],
+    slots: list[ParamTensors],
     rule: Rule,
     grads: list[Tensor | None],
     numbers: Tensor,
@@ -353,8 +353,8 @@ def run_update(
     )
 
 
-def copies(slot: Slot) -> Slot:
-    return Slot(slot.param.clone(), *(None if t is None else t.clone() for t in slot[1:]))
+def copies(slot: ParamTensors) -> ParamTensors:
+    return ParamTensors(slot.param.clone(), *(None if t is None else t.clone() for t in slot[1:]))
 
 
 def truncates(backend: Any) -> bool:

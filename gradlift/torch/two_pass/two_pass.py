@@ -168,7 +168,7 @@ class TwoPassStep:
     @torch._disable_dynamo
     @torch.no_grad()
     def measure(self, scale: Tensor, found_inf: Tensor, *, amax: bool = True) -> Measure:
-        """Pass 1, over the gradients of the last ``gather``; see ``reference.measure``."""
+        """Pass 1, over the gradients of the last ``gather``; see ``cpu_passes.measure``."""
         assert self._grads is not None, _UNREADY
         return self._backend.measure(self._grads, scale, found_inf, amax=amax)
 
@@ -181,7 +181,7 @@ class TwoPassStep:
         norm: Tensor,
         max_norm: float,
     ) -> None:
-        """Pass 2, with the optimizer's step hooks around it; see ``reference.update``.
+        """Pass 2, with the optimizer's step hooks around it; see ``cpu_passes.update``.
 
         Hooks run whether or not the device skips, and see the gradients as backward left them,
         as they do with a fused optimizer under torch's scaler.
