@@ -33,7 +33,7 @@ from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.arming import ArmedGraphs, edges_below, is_differentiated
 from gradlift.torch.adaptive.cuts import DIFFERENTIATED, Cut, Gate, Marks
 from gradlift.torch.adaptive.end_returns import Waiting
-from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, keys_of
+from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, keys_of, unplanned
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.adaptive.names import Names, check_offsets
 from gradlift.torch.adaptive.outputs import Outputs, Watch, tensors_in, watch
@@ -435,14 +435,21 @@ class Engine:
             return assignment
         if self._planned_at is None:
             self._planned_at = self._probed.planned_at(self._plan, self._names.of_parameter)
-        reason = assignment.unplanned or self._planned_at.misses(found, assignment.offsets)
-        if reason is None:
+        if assignment.unplanned is None and self._planned_at.fits(found, assignment.offsets):
             return assignment
-        # From the next forward on all outputs are looked at, and tell whether it was planned.
+        stranger = self._planned_at.stranger(found)
+        if stranger is not None:
+            return unplanned(found, stranger)
+        missed = self._planned_at.misses(found, assignment.offsets)
+        if assignment.unplanned is None and missed is None:
+            return assignment
+        # From the next forward on all outputs are looked at, and tell what is planned.
         self.changes = True
         self._refresh()
-        self.neutral = f"the graph is not the planned one: {reason}"
-        return Assignment([0] * found.components)
+        if assignment.unplanned is None:
+            self.neutral = f"the graph is not the planned one: {missed}"
+            return Assignment([0] * found.components)
+        return assignment
 
     def _never_called(self) -> Iterator[str]:
         if self._compiled is not None:

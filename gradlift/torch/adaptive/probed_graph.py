@@ -101,21 +101,29 @@ class PlannedAt:
             number: next(iter(at)) for number, (_, at) in offsets.items() if at and len(at) == 1
         }
 
+    def fits(self, found: Walk, offsets: list[int]) -> bool:
+        """Whether every parameter is where the plan has it, as far as one look tells."""
+        planned = map(self._only.get, map(id, found.leaves.leaves))
+        return list(planned) == found.leaves.at(offsets)
+
+    def stranger(self, found: Walk) -> str | None:
+        """A parameter that no probe has met, in a sentence; None if there is none."""
+        for leaf in found.leaves.leaves:
+            name, at = self._offsets.get(id(leaf), _NOBODY)
+            if at is None:
+                return f"{name!r} was not there when the plan was made"
+        return None
+
     def misses(self, found: Walk, offsets: list[int]) -> str | None:
         """A parameter that is not where the plan has it, in a sentence; None if all are.
 
         Args:
-            found: a graph.
+            found: a graph, without strangers.
             offsets: of its components.
         """
-        planned = map(self._only.get, map(id, found.leaves.leaves))
-        if list(planned) == found.leaves.at(offsets):
-            return None
         known, elsewhere = self._offsets, dict[int, str]()
         for _, _, leaf, component in found.leaves.rows():
             name, at = known.get(id(leaf), _NOBODY)
-            if at is None:
-                return f"{name!r} was not there when the plan was made"
             if at and offsets[component] not in at:
                 elsewhere[id(leaf)] = name
         if elsewhere and found.reused:
