@@ -3,7 +3,7 @@
 The stages of a step are its methods, in this order: ``scale`` the loss, (the user's) backward,
 ``unscale_`` and check, agree (over ranks), clip, ``step``, ``update``. Decisions are made on the
 device and read back asynchronously, so that nothing waits; what the host does about them (a
-warning, an error) comes at most 50 steps late on a GPU and at once on the CPU.
+warning, an error) comes at most 8 steps late on a GPU and at once on the CPU.
 
 It is a subclass of torch's class and keeps its private names, because frameworks reach for them;
 but it takes nothing on trust from it. The work is done by parts that know no scaler::
