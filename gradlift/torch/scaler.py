@@ -595,6 +595,8 @@ class GradScaler(torch.amp.GradScaler):
         self._agreement.verify(wait=True)
         if not self._enabled:
             return {}
+        for recorder in self._recorders:
+            recorder.flush()
         own = {
             "hysteresis_tracker": self._device_scale.hysteresis_left(),
             "skipped_steps": self._device_scale.skipped_steps(),
