@@ -1,23 +1,40 @@
-# make demo   set everything up, train on digits in fp16 six ways, print tables, make a report
+# make demo   set up what it needs, train on digits in fp16 six ways, print tables, make a report
 # make test   set everything up and run the tests
 # make soak   trainings that everything happens to, for MINUTES=10
 # make check  formatting, lint and types
+# make docs   build the documentation into site/
+# make dist   build sdist and wheel into dist/, and run the README with the installed wheel
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-gpu test-slow test-mxnet soak check format bench clean
+.PHONY: help demo test test-gpu test-slow test-mxnet test-oldest soak check format bench docs dist clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n 's/^# make/make/p' Makefile
 
-.venv/.ready: requirements.txt pyproject.toml
+.venv/.ready: requirements.txt requirements-demo.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(BIN)/python $(PIP) -r requirements.txt
+	$(BIN)/python $(PIP) --no-deps -e .
 	@touch $@
 
-demo: .venv/.ready
-	$(BIN)/gradlift demo
+# An environment of its own: a quarter of what the tests need.
+.venv-demo/.ready: requirements-demo.txt pyproject.toml
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python $(PIP) -r requirements-demo.txt
+	.venv-demo/bin/python $(PIP) --no-deps -e .
+	@touch $@
+
+# Where the tests' environment is there already, it serves.
+ifeq ($(wildcard .venv/.ready),)
+DEMO := .venv-demo
+else
+DEMO := .venv
+endif
+
+demo: $(DEMO)/.ready
+	$(DEMO)/bin/gradlift demo
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2
@@ -28,6 +45,17 @@ test-gpu:
 
 test-slow: .venv/.ready
 	$(BIN)/python -m pytest -m slow
+
+# The oldest torch that is declared. Gigabytes, so it is not part of .ci/run.
+.venv-oldest/.ready: requirements.txt requirements-demo.txt pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python $(PIP) torch==2.6.0 "numpy<2.3" scikit-learn rich matplotlib \
+	  pytest pytest-xdist hypothesis
+	.venv-oldest/bin/python $(PIP) --no-deps -e .
+	@touch $@
+
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python -m pytest -n 2 tests/test_torch_*.py tests/test_report*.py
 
 # Goes on where it was when FOLDER is given again.
 MINUTES ?= 10
@@ -41,7 +69,7 @@ MXNET_PYTHON ?= $(PYTHON)
 
 .venv-mxnet/.ready: requirements-mxnet.txt
 	$(MXNET_PYTHON) -m venv .venv-mxnet
-	.venv-mxnet/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-mxnet.txt
+	.venv-mxnet/bin/python $(PIP) -r requirements-mxnet.txt
 	@touch $@
 
 test-mxnet: .venv-mxnet/.ready
@@ -60,5 +88,27 @@ format: .venv/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+.venv-docs/.ready: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python $(PIP) -r requirements-docs.txt
+	@touch $@
+
+# Reads the sources, imports none of them, and loads nothing from elsewhere.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+# The wheel goes into an empty environment, and the README's loop runs with it.
+dist:
+	rm -rf dist build .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python $(PIP) build==1.3.0
+	.venv-dist/bin/python -m build --outdir dist .
+	rm -rf .venv-dist && $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python $(PIP) torch==2.13.0 numpy==2.4.6
+	.venv-dist/bin/python $(PIP) dist/*.whl
+	.venv-dist/bin/python tests/run_page.py README.md
+	rm -rf .venv-dist
+
 clean:
-	rm -rf .venv .venv-mxnet .pytest_cache .hypothesis .ruff_cache *.egg-info
+	rm -rf .venv .venv-demo .venv-dist .venv-docs .venv-mxnet .venv-oldest build dist site
+	rm -rf .pytest_cache .hypothesis .ruff_cache *.egg-info

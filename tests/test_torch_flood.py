@@ -143,19 +143,16 @@ def test_both_walks_agree_on_random_graphs(block, both_walks):
     assert len(both_walks) > 60
 
 
-def test_marks_are_on_cuts_and_on_what_feeds_leaves():
+def test_a_gate_knows_its_cuts_and_what_feeds_leaves():
     model = Net()
     engine = following(model)
     loss = loss_of(model) * SCALE
     engine.arm(loss)
-    marked = {
-        node
-        for node in graph.walk([(loss.grad_fn, 0)], lambda _: None).nodes
-        if engine._marks.gate in node.metadata
-    }
-    plain_walk = graph.walk([(loss.grad_fn, 0)], lambda n: n.metadata.get(engine._marks.cuts))
-    assert marked == {edge.node for edge in plain_walk.leaves} | set(plain_walk.cut_slots)
-    assert [edge.cut.names for edge in plain_walk.cuts] == [[("layers.1", 0)]]
+    found = graph.walk([(loss.grad_fn, 0)], lambda n: n.metadata.get(engine._marks.cuts))
+    (root,) = engine._armed.roots
+    nodes = {edge.node for edge in found.leaves} | set(found.cut_slots)
+    assert root.gate.numbers == {node._sequence_nr() for node in nodes}
+    assert [edge.cut.names for edge in found.cuts] == [[("layers.1", 0)]]
 
 
 def test_only_modules_with_active_cuts_are_looked_at():

@@ -417,7 +417,11 @@ def test_a_skip_changes_nothing(backend: Any, rule: Rule) -> None:
 def test_half_gradients_update_masters_and_their_half_copies(
     backend: Any, low: torch.dtype, rule: Rule
 ) -> None:
-    slots = [slot_of(p, rule, torch.float32, low) for p in dense_tensors(torch.float32)]
+    params = dense_tensors(torch.float32)
+    if truncates(backend) and low == torch.bfloat16:
+        # A master that its copy is not the rounding of would be taken for an older one.
+        params = [param.bfloat16().float() for param in params]
+    slots = [slot_of(p, rule, torch.float32, low) for p in params]
     grads: list[Tensor | None] = [torch.randn_like(s.param, dtype=low) for s in slots]
     before = [copies(slot) for slot in slots]
     run_update(backend, slots, rule, grads, hypers(rule), scale=8.0)

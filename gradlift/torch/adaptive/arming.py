@@ -1,10 +1,11 @@
 """Armed graphs: what lies below a scaled loss is walked in full, and its hooks are set.
 
-An armed graph has a gate, a root on its scaled loss, and the gate's mark on its cuts and on every
-node that feeds a leaf (``cuts.py`` says what they do in the backward pass). Whatever comes into the
-graph from elsewhere goes on to a leaf, and so meets a mark. Losses that share a part of the graph
-must run at one assignment, so a walk goes on below every living root whose mark it meets. A graph
-lives as long as its loss: nothing here keeps it.
+An armed graph has a gate and a root on its scaled loss (``cuts.py`` says what they do in the
+backward pass). The gate knows the graph's cuts and the nodes that feed its leaves by their sequence
+numbers, which keep nothing alive; whatever is shared with another graph, or comes in from
+elsewhere, goes on to one of these. Losses that share a part of the graph must run at one
+assignment, so a walk goes on below every living root whose graph it meets. A graph lives as long as
+its loss: nothing here keeps it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import compress
 
 import torch
 
@@ -26,6 +27,8 @@ from gradlift.torch.adaptive.views import Base, put_back
 
 Edge = tuple[Node, int]
 """A node and one of its slots."""
+Row = tuple[Node, int, torch.Tensor, int]
+"""A ``LeafEdge`` as a plain tuple."""
 
 
 class ArmedGraphs:
@@ -55,16 +58,11 @@ class ArmedGraphs:
         for root in list(self.roots):
             if root.gate is not None:
                 alive[root.gate].append(root)
-        marks, met, joined = self._marks, set[Gate](), list[Root]()
+        marks, joined = self._marks, list[Root]()
         bases: list[Base] = []
-
-        def meet(gate: Gate | None) -> None:
-            if gate in alive:
-                met.add(gate)
 
         def cuts_of(node: Node) -> Mapping[int, Cut] | None:
             written = node.metadata
-            meet(written.get(marks.gate))
             for slot, cut in written.get(marks.views, ()):
                 bases.append(Base(node, slot, cut))
             return written.get(marks.cuts)
@@ -74,11 +72,8 @@ class ArmedGraphs:
                 found = flood(edges, cuts_of, self._linear, marks.places())
             else:
                 found = walk(edges, cuts_of, self._linear)
-            # Whatever two graphs share goes on to a leaf.
-            for node in found.leaves.nodes if alive else ():
-                meet(node.metadata.get(marks.gate))
+            met = [gate for gate in alive if not found.numbers.isdisjoint(gate.numbers)]
             fresh = [root for gate in met for root in alive.pop(gate)]
-            met.clear()
             changed = bool(bases) and put_back(bases, found, marks)
             bases.clear()
             if not fresh and not changed:
@@ -92,40 +87,40 @@ class ArmedGraphs:
         Returns:
             The leaves that may be brought back at the end of the pass; their roots must know.
         """
-        for node in found.cut_slots:
-            node.metadata[self._marks.gate] = gate
+        gate.numbers = found.numbers
         for edge in found.cuts:
             edge.cut.arm(gate, offsets[edge.upstream] - offsets[edge.downstream])
         return self._set_leaves(found, offsets, gate)
 
     def _set_leaves(self, found: Walk, offsets: Sequence[int], gate: Gate) -> list[Waiting]:
-        """Marks the nodes that feed leaves, and gives them hooks but where leaves may wait."""
-        waiting: dict[Any, Waiting] = {}
-        hooked: dict[Node, list[int]] = {}
-        mark, hook = self._marks.gate, self._marks.leaves
-        # A probe looks at every leaf's gradient.
-        may_wait = self.end_returns.alone if gate.probe is None else {}
-        reused = found.reused
-        for node, position, leaf, component in found.leaves.rows():
-            written = node.metadata
-            written[mark] = gate
-            offset, kind = offsets[component], may_wait.get(id(leaf))
-            if offset and kind is not None and id(leaf) not in reused:
-                group = waiting.get((kind, offset))
-                if group is None:
-                    group = waiting[kind, offset] = Waiting(-offset)
-                group.leaves.append(leaf)
-                group.edges.append((node, position))
-                if hook in written:
-                    hooked.setdefault(node, [])
-            elif offset or hook in written or gate.probe is not None:
-                hooked.setdefault(node, []).append(position)
-        at = {edge.node: offsets[edge.component] for edge in found.leaves} if hooked else {}
-        for node, positions in hooked.items():
-            self.leaf_return(node).arm(gate, -at[node], tuple(positions))
+        """Gives the nodes that feed leaves their hooks, but where leaves may wait."""
+        leaves = found.leaves
         if gate.probe is not None:
+            self._hook(gate, leaves.rows(), offsets)
             return self._to_learn_of(found, offsets)
-        return list(waiting.values())
+        kinds = map(self.end_returns.alone.get, map(id, leaves.leaves))
+        kept = list(zip(kinds, leaves.at(offsets), strict=True))
+        if found.reused:
+            once = [id(leaf) not in found.reused for leaf in leaves.leaves]
+            kept = [(kind if o else None, at) for (kind, at), o in zip(kept, once, strict=True)]
+        hooked = [at != 0 and kind is None for kind, at in kept]
+        self._hook(gate, compress(leaves.rows(), hooked), offsets)
+        columns = leaves.leaves, leaves.nodes, leaves.positions
+        waiting: list[Waiting] = []
+        for group in set(kept):
+            if group[0] is not None and group[1]:
+                own = [group == each for each in kept]
+                waiting.append(Waiting(-group[1], *(list(compress(c, own)) for c in columns)))
+        return waiting
+
+    def _hook(self, gate: Gate, rows: Iterable[Row], offsets: Sequence[int]) -> None:
+        positions: defaultdict[Node, list[int]] = defaultdict(list)
+        shifts: dict[Node, int] = {}
+        for node, position, _, component in rows:
+            positions[node].append(position)
+            shifts[node] = -offsets[component]
+        for node, own in positions.items():
+            self.leaf_return(node).arm(gate, shifts[node], tuple(own))
 
     def _to_learn_of(self, found: Walk, offsets: Sequence[int]) -> list[Waiting]:
         """The leaves of a probe whose gradients tell whether they may wait in later passes."""
@@ -134,14 +129,13 @@ class ArmedGraphs:
             if is_hooked(node.next_functions[position][0]) or id(leaf) in found.reused:
                 self.end_returns.note(leaf, alone=False)
             elif not offsets[component]:
-                group.leaves.append(leaf)
-                group.edges.append((node, position))
+                group.add(leaf, node, position)
         return [group]
 
     def hook_now(self, gate: Gate, waiting: Iterable[Waiting]) -> None:
         """Leaves that cannot wait after all get their hook, before their node runs."""
         for group in waiting:
-            for node, position in group.edges:
+            for node, position in zip(group.nodes, group.positions, strict=True):
                 hook = self.leaf_return(node)
                 positions = set(hook.positions) if hook.gate is gate else set[int]()
                 hook.arm(gate, group.shift, tuple(positions | {position}))

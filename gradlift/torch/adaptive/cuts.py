@@ -52,9 +52,11 @@ class Recorder(Protocol):
 class Gate:
     """Says in which backward passes the hooks of one armed graph may act."""
 
-    __slots__ = ("__weakref__", "closed", "passes", "probe")
+    __slots__ = ("__weakref__", "closed", "numbers", "passes", "probe")
 
     def __init__(self, probe: Recorder | None) -> None:
+        self.numbers: set[int] = set()
+        """The sequence numbers of the graph's nodes with cuts, and of those that feed leaves."""
         self.passes: set[int] = set()
         """The passes under way that a root has let through."""
         self.closed: str | None = None
@@ -209,11 +211,10 @@ class Root:
 class Marks:
     """What an engine writes into the nodes' metadata, under keys of its own."""
 
-    __slots__ = ("_placed", "cuts", "gate", "leaves", "root", "rounded", "views")
+    __slots__ = ("_placed", "cuts", "leaves", "root", "rounded", "views")
 
     def __init__(self, owner: int) -> None:
         self._placed: weakref.WeakSet[Cut] = weakref.WeakSet()
-        self.gate = f"gradlift.{owner}.gate"
         self.root = f"gradlift.{owner}.root"
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
@@ -264,8 +265,8 @@ def call_through(gate: Gate, marks: Marks) -> passes.Call | str:
 def entries(call: passes.Call, gate: Gate, marks: Marks) -> Iterator[bool]:
     """For each node at which a pass enters the armed graph, whether it is one of its roots.
 
-    Whatever carries another gate is walked through: that graph may have been dropped, and its
-    mark says nothing about what lies below it now.
+    What comes in anywhere goes on to a leaf, and so meets a number. Threads count for themselves: a
+    number that another thread's node has too makes the pass neutral.
     """
     stack = list(call.outputs)
     seen = set(stack)
@@ -275,7 +276,7 @@ def entries(call: passes.Call, gate: Gate, marks: Marks) -> Iterator[bool]:
         root = written.get(marks.root)
         if root is not None and root.gate is gate:
             yield True
-        elif written.get(marks.gate) is gate:
+        elif node._sequence_nr() in gate.numbers:
             yield False
         else:
             targets = {target for target, _ in node.next_functions if target is not None}

@@ -46,6 +46,7 @@ _grad = attrgetter("grad")
 _version = attrgetter("_version")
 _hooks = attrgetter("_backward_hooks")
 _later_hooks = attrgetter("_post_accumulate_grad_hooks")
+_layout = attrgetter("layout")
 _storage = methodcaller("untyped_storage")
 _address = attrgetter("_cdata")
 _uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -67,8 +68,15 @@ class Waiting:
 
     shift: int
     leaves: list[torch.Tensor] = field(default_factory=list)
-    edges: list[tuple[Node, int]] = field(default_factory=list)
-    """For each leaf the node that feeds it, and the number of its gradient there."""
+    nodes: list[Node] = field(default_factory=list)
+    """For each leaf the node that feeds it."""
+    positions: list[int] = field(default_factory=list)
+    """The number of its gradient there."""
+
+    def add(self, leaf: torch.Tensor, node: Node, position: int) -> None:
+        self.leaves.append(leaf)
+        self.nodes.append(node)
+        self.positions.append(position)
 
 
 class EndReturns:
@@ -105,14 +113,13 @@ class EndReturns:
     def _sort(self, group: Waiting, end: _End) -> list[Waiting]:
         """One by one: leaves that wait already, that may wait, and that must not, returned."""
         kept, refused = Waiting(group.shift), Waiting(group.shift)
-        for leaf, edge in zip(group.leaves, group.edges, strict=True):
+        for leaf, *edge in zip(group.leaves, group.nodes, group.positions, strict=True):
             before = next((other for other in self._open if other.has(leaf)), None)
             if before is not None and before.has(leaf, group.shift):
                 end.joined.append(before)
                 continue
             into = kept if before is None and may_wait([leaf]) else refused
-            into.leaves.append(leaf)
-            into.edges.append(edge)
+            into.add(leaf, *edge)
         end.waiting += [kept] if kept.leaves else []
         return [refused] if refused.leaves else []
 
@@ -122,7 +129,7 @@ class EndReturns:
             self._open.remove(end)
         for group in end.waiting:
             leaves, grads = group.leaves, list(map(_grad, group.leaves))
-            if any(grad is None for grad in grads):
+            if type(None) in set(map(type, grads)):
                 leaves = [leaf for leaf in leaves if leaf.grad is not None]
                 grads = list(map(_grad, leaves))
             if not group.shift:
@@ -218,7 +225,7 @@ def may_wait(leaves: Sequence[torch.Tensor]) -> bool:
     """
     if any(map(_hooks, leaves)) or any(map(_later_hooks, leaves)):
         return False
-    return all(grad is None for grad in map(_grad, leaves))
+    return set(map(type, map(_grad, leaves))) <= {type(None)}
 
 
 def has_ranks() -> bool:
@@ -228,7 +235,7 @@ def has_ranks() -> bool:
 
 def are_exclusive(grads: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but their leaves holds the gradients' memory: gradients may alias."""
-    if _uses is None or any(grad.layout != torch.strided for grad in grads):
+    if _uses is None or set(map(_layout, grads)) != {torch.strided}:
         return False
     # Held by the gradient itself, and by the object that asks.
-    return all(count == 2 for count in map(_uses, map(_address, map(_storage, grads))))
+    return set(map(_uses, map(_address, map(_storage, grads)))) == {2}

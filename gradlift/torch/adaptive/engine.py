@@ -35,10 +35,10 @@ from gradlift.torch.adaptive.cuts import DIFFERENTIATED, Cut, Gate, Marks
 from gradlift.torch.adaptive.end_returns import Waiting
 from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.adaptive.graph import Walk
-from gradlift.torch.adaptive.names import Names, check_offsets
 from gradlift.torch.adaptive.outputs import Outputs, Watch, tensors_in, watch
 from gradlift.torch.adaptive.probed_graph import PlannedAt, ProbedGraph
 from gradlift.torch.compiled.entry_points import is_compiled, is_compiled_node
+from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.pipelines import is_rehearsal
 from gradlift.torch.ranks.reductions import gathered_parameters

@@ -56,7 +56,7 @@ class _Flood(Search):
 
     def run(self, edges: Iterable[tuple[Node, int]]) -> None:
         self.special = []
-        index, plain, places = self.index, _plain, self.places
+        index, cuts, plain, places = self.index, self.cuts, _plain, self.places
         feeding, positions = self.feeding.append, self.positions.append
         accumulations, owners = self.accumulations.append, self.owners.append
         stack: list[Node] = []
@@ -77,10 +77,15 @@ class _Flood(Search):
                     positions(position)
                     accumulations(target)
                     owners(own)
-                elif target not in index and kind in plain and target._sequence_nr() not in places:
-                    index[target] = own
-                    stack.append(target)
-                else:
+                    continue
+                known = index.get(target)
+                if known is None:
+                    if kind in plain and target._sequence_nr() not in places:
+                        index[target] = own
+                        stack.append(target)
+                    else:
+                        self._edge(own, target, slot, stack)
+                elif known != own or target in cuts:
                     self._edge(own, target, slot, stack)
 
     def _edge(self, source: int, target: Node, slot: int, stack: list[Node]) -> None:

@@ -29,8 +29,10 @@ module's output chooses what its hooks see.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +118,10 @@ class Leaves:
     def __len__(self) -> int:
         return len(self.nodes)
 
+    def at(self, offsets: Sequence[int]) -> list[int]:
+        """The offset of each edge, given those of the components."""
+        return list(map(offsets.__getitem__, self.components))
+
     def rows(self) -> Iterator[tuple[Node, int, torch.Tensor, int]]:
         """The same as plain tuples, which are made and dropped one by one."""
         return zip(self.nodes, self.positions, self.leaves, self.components, strict=True)
@@ -149,6 +155,13 @@ class Walk:
     """The nodes of autograd Functions written in Python."""
     rewritten: set[tuple[Node, int]] = field(default_factory=set)
     """The (node, slot) behind each tensor that was changed in place through a view of it."""
+
+    @cached_property
+    def numbers(self) -> set[int]:
+        """The sequence numbers of the nodes with cuts, and of those that feed leaves."""
+        numbers = {node._sequence_nr() for node in self.leaves.nodes}
+        numbers.update(node._sequence_nr() for node in self.cut_slots)
+        return numbers
 
     def is_held(self, component: int) -> bool:
         """Whether a plan leaves a component at the global scale."""
@@ -266,7 +279,10 @@ class Search:
     def assembled(self, reasons: Iterable[tuple[Node, str | None]]) -> Walk:
         """Components, cuts, leaves and what is held; ``reasons`` says which nodes hold theirs."""
         index = self.index
-        leaves = list(map(self._leaf, self.accumulations))
+        if self.ends:
+            leaves = list(map(self._leaf, self.accumulations))
+        else:
+            leaves = [node.variable for node in self.accumulations]
         held = self._held(reasons, leaves)
         reused = _reused(leaves)
         if reused:
@@ -301,10 +317,7 @@ class Search:
         for node, reason in reasons:
             if reason:
                 held.setdefault(find(index[node]), reason)
-        for leaf, own in zip(leaves, self.owners, strict=True):
-            # Nearly all of them are such; not worth a call each.
-            if type(leaf) is Parameter and leaf.dtype is torch.float32 and not leaf.is_nested:
-                continue
+        for leaf, own in () if _all_usual(leaves) else zip(leaves, self.owners, strict=True):
             reason = not_planned_for(leaf)
             if reason:
                 held.setdefault(find(own), reason)
@@ -335,6 +348,15 @@ class Search:
         for leaf, own in zip(leaves, self.owners, strict=True):
             if id(leaf) in reused and free[own]:
                 self.sets.join(first.setdefault(id(leaf), own), own)
+
+
+def _all_usual(leaves: list[torch.Tensor]) -> bool:
+    """Whether all are float32 parameters, as nearly always; no loop in Python for that."""
+    return (
+        set(map(type, leaves)) <= {Parameter}
+        and set(map(attrgetter("dtype"), leaves)) <= {torch.float32}
+        and not any(map(attrgetter("is_nested"), leaves))
+    )
 
 
 def _reused(leaves: list[torch.Tensor]) -> frozenset[int]:

@@ -97,6 +97,9 @@ class PlannedAt:
 
     def __init__(self, offsets: Mapping[int, tuple[str, set[int] | None]]) -> None:
         self._offsets = offsets
+        self._only = {
+            number: next(iter(at)) for number, (_, at) in offsets.items() if at and len(at) == 1
+        }
 
     def misses(self, found: Walk, offsets: list[int]) -> str | None:
         """A parameter that is not where the plan has it, in a sentence; None if all are.
@@ -105,6 +108,9 @@ class PlannedAt:
             found: a graph.
             offsets: of its components.
         """
+        planned = map(self._only.get, map(id, found.leaves.leaves))
+        if list(planned) == found.leaves.at(offsets):
+            return None
         known, elsewhere = self._offsets, dict[int, str]()
         for _, _, leaf, component in found.leaves.rows():
             name, at = known.get(id(leaf), _NOBODY)

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradlift.torch.adaptive.names import Names
 from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
+from gradlift.torch.names import Names
 
 
 class _Written(NamedTuple):
