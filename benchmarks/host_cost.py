@@ -15,8 +15,8 @@ nothing but the scaler differs:
 Variants take turns, a few steps each, and only times of one round are compared. They are the
 process's own CPU time, since others use the machine as well.
 
-    PYTHONPATH=. python3 benchmarks/host_cost.py            a minute or two
-    PYTHONPATH=. python3 benchmarks/host_cost.py --quick    seconds: does it run at all?
+    PYTHONPATH=. python3 benchmarks/host_cost.py            a minute on a CPU
+    PYTHONPATH=. python3 benchmarks/host_cost.py --quick    seconds on a CPU: does it run at all?
 """
 
 from __future__ import annotations
@@ -135,11 +135,10 @@ def probed_graph(trained: Trained, batch: tuple[Tensor, Tensor]) -> Any:
     scaler = trained.scaler
     for _ in range(6):
         trained.step(batch)
-    scaler._engine.probe()
-    with torch.enable_grad():
-        loss = nn.functional.cross_entropy(trained.model(batch[0]), batch[1])
-    scaler.scale(loss).backward()
-    graph = scaler._engine.take().survey(0).graph
+    scaler._controller.engine.probe()
+    trained.optimizer.zero_grad()
+    scaler.scale(nn.functional.cross_entropy(trained.model(batch[0]), batch[1])).backward()
+    graph = scaler._controller.engine.take().survey(0).graph
     hold_probes(scaler)
     return graph
 
@@ -163,7 +162,7 @@ def follow(scaler: AdaptiveGradScaler, variant: str, graph: Any) -> None:
         for key in component.modules
     }
     active = {cut.name for cut in graph.cuts if offsets[cut.downstream] != offsets[cut.upstream]}
-    scaler._engine.follow(by_key, sorted(active))
+    scaler._controller.engine.follow(by_key, sorted(active))
 
 
 def components_above(graph: Any, name: str) -> set[int]:
@@ -211,7 +210,7 @@ def measure(rounds: int, block: int, layers: int) -> Result:
     take_turns(variants, batch, block, 2)
     taken = take_turns(variants, batch, block, rounds)
     cuts = {
-        name: len(trained.scaler._engine.active)
+        name: len(trained.scaler._controller.engine.active)
         for name, trained in variants.items()
         if isinstance(trained.scaler, AdaptiveGradScaler)
     }

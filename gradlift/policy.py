@@ -215,6 +215,10 @@ class Dynamic:
 
 _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, "on_floor": "hold"}
 
+PRESETS = ("torch", "keras", "apex", "mxnet", "flax", "jmp", "deepspeed", "megatron", "fairseq",
+           "mindspore")  # fmt: skip
+"""Other systems whose numbers ``Dynamic`` has, by the names of its class methods."""
+
 Policy = Static | Dynamic
 
 # What the rule goes by, in the order in which kernels and messages hold it.

@@ -143,11 +143,13 @@ def check_exact(model, step, leaves=(), backward=plain, at_least=2, linear=(), s
     graph = engine.take().survey(10).graph
     for seed in seeds:
         offsets = random_offsets(graph, seed)
-        engine.follow(offsets)
-        found, seen = run(model, step, engine, leaves=leaves, backward=backward)
-        same(found, expected)
-        assert engine.neutral is None, engine.neutral
-        check_active(seen, before, offsets, at_least)
+        # All outputs are looked at, or those with active cuts alone.
+        for active in (None, ()):
+            engine.follow(offsets, active)
+            found, seen = run(model, step, engine, leaves=leaves, backward=backward)
+            same(found, expected)
+            assert engine.neutral is None, engine.neutral
+            check_active(seen, before, offsets, at_least)
     check_pins(engine, model, step, expected, before, offsets, leaves, backward)
     engine.close()
     found, _ = run(model, step, engine, leaves=leaves, backward=backward)

@@ -37,7 +37,7 @@ from soak_cases import CHECKS, KINDS, Case, draw, simpler
 
 LIMIT = 90
 """Seconds after which an attempt hangs."""
-SHRINK = 90
+SHRINK = 180
 """Seconds that a failure is shrunk for."""
 
 
@@ -106,7 +106,8 @@ def wait(work: list[Any], folder: Path, attempt: int, expected: Any) -> Failure 
     bad = sorted((v for v in told if not v["ok"]), key=lambda v: v["time"])
     if bad:
         own = [v for v in bad if v["kind"] == "Violation"] or bad
-        return Failure(own[0]["kind"], own[0]["message"], own[0]["trace"])
+        message = own[0]["message"].replace(str(folder), "FOLDER")
+        return Failure(own[0]["kind"], message, own[0]["trace"])
     codes = [process.exitcode for process in work]
     return Failure("Exit", f"exit codes {codes}", "") if any(codes) else None
 

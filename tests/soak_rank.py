@@ -90,6 +90,8 @@ class Session:
     def _record(self) -> Any:
         self.records = self.folder / "records" / "run.jsonl"
         self.records.parent.mkdir(exist_ok=True)
+        if not self.first and self.rank == 0:
+            self.records.unlink(missing_ok=True)  # no checkpoint: the training begins anew
         return self.training.scaler.record_to(self.records)
 
     # Steps.

@@ -249,7 +249,9 @@ def test_layers_that_come_and_go_are_soon_known():
         neutral.append(run.scaler.neutral)
     assert run.skipped == 0
     assert run.scaler.plan.active
-    assert not any(neutral[20:])
+    # Only when a layer with an active cut is missed for the first time: all are watched then.
+    assert sum(map(bool, neutral[20:])) <= 1
+    assert run.scaler._controller.engine.changes
     run.scaler.close()
 
 

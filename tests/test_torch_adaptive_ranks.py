@@ -4,6 +4,8 @@ Real processes over gloo: one launch runs every layout (``adaptive_on_ranks.py``
 and then on the first two of them, and the tests look at what the ranks brought back.
 """
 
+import copy
+import itertools
 import sys
 
 import pytest
@@ -172,7 +174,10 @@ def test_pipeline_stages_are_exact(ranks, schedule):
 
 
 def test_pipeline_stages_follow_one_plan(results):
-    equal_at_every_step([result["pipelines"]["states"] for result in results])
+    runs = [copy.deepcopy(result["pipelines"]["states"]) for result in results]
+    for state in itertools.chain.from_iterable(runs):
+        del state["gradlift_adaptive"]["model"]  # each stage is one of its own
+    equal_at_every_step(runs)
     plan = results[0]["pipelines"]["states"][-1]["gradlift_adaptive"]["pilot"]["plan"]
     names = {name for component in plan["components"] for name in component["modules"]}
     assert {f"{n}.{part}{n}" for n in range(len(results)) for part in "ab"} <= names

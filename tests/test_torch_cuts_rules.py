@@ -275,7 +275,7 @@ def test_losses_armed_one_after_the_other_share_one_assignment(model, pinned, mo
         second.backward(retain_graph=True)
         (first + second).backward()
 
-    def alone(self, edges):
+    def alone(self, edges, *, fast):
         return (graph.walk(edges, lambda n: n.metadata.get(self._marks.cuts)), [])
 
     for backward in (one_by_one, first_again):
@@ -308,7 +308,7 @@ def test_ops_that_scale_has_not_seen(model, pinned, monkeypatch, when, through_m
         (scaled + extra).backward()
 
     fails_without(
-        monkeypatch, cuts, "unlike_armed", lambda gate, marks: None,
+        monkeypatch, cuts, "call_through", lambda gate, marks: passes.Call((), (), False),
         lambda: check(model, pinned, backward),
     )  # fmt: skip
     assert "scale() has not seen" in pinned.neutral

@@ -100,6 +100,7 @@ def test_a_bad_batch_is_told_from_a_bad_model(kind: type[GradScaler]):
     assert run.scaler.last_cause.kind == "input"
 
 
+@pytest.mark.filterwarnings("ignore:gradlift. a step overflowed with the scale at its floor")
 @BOTH
 def test_nan_gradients_behind_a_finite_loss(kind: type[GradScaler]):
     class Root(nn.Module):

@@ -210,6 +210,7 @@ def test_two_optimizers_report_the_later_overflow():
     assert scaler.overflow_report() == (("param_groups[0]['params'][0]", 1, 0),)
 
 
+@pytest.mark.filterwarnings("ignore:gradlift. an input already holds:RuntimeWarning")
 def test_reactions_come_within_a_hundred_steps():
     model = net()
     optimizer = optimizer_of(model, "AdamW")
@@ -221,6 +222,7 @@ def test_reactions_come_within_a_hundred_steps():
     assert "max_consecutive_skips=5" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:gradlift. an input already holds:RuntimeWarning")
 def test_a_floor_that_raises_does_so_within_a_hundred_steps():
     model = net()
     optimizer = optimizer_of(model, "AdamW")
@@ -244,7 +246,7 @@ def test_a_loss_that_is_not_finite_keeps_the_scale():
         scaler.update()
     assert scaler.get_scale() == 2.0**16
     assert_same(weights(model), before)
-    with pytest.warns(RuntimeWarning, match="forward pass itself overflowed"):
+    with pytest.warns(RuntimeWarning, match="the loss is inf or NaN"):
         assert scaler.skipped_steps == 3
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradlift.torch.kernels import check_pass
-from gradlift.torch.two_pass import reference
+from gradlift.torch.two_pass import cpu_passes
 from gradlift.torch.two_pass.tables import (
     DeviceList,
+    ParamTensors,
     Rule,
-    Slot,
     Table,
     UpdateTable,
     grad_table,
@@ -27,7 +27,7 @@ if torch.cuda.is_available():
     pytestmark.append(pytest.mark.gpu)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = [check_pass, reference]
+BACKENDS = [check_pass, cpu_passes]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -272,14 +272,14 @@ def hypers(rule: Rule, **numbers: float) -> Tensor:
     return torch.tensor(row, dtype=torch.float64, device=DEVICE)
 
 
-def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | None) -> Slot:
+def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | None) -> ParamTensors:
     def like(positive: bool) -> Tensor:
         made = torch.randn_like(param, dtype=torch.float32).to(state)
         return made.abs() if positive else made
 
-    return Slot(
+    return ParamTensors(
         param,
-        None if low is None else torch.full_like(param, float("nan"), dtype=low),
+        None if low is None else param.detach().to(low),
         like(False) if rule.kind == "adam" or rule.momentum else None,
         like(True) if rule.kind == "adam" else None,
         like(True) if rule.amsgrad else None,
@@ -288,7 +288,7 @@ def slot_of(param: Tensor, rule: Rule, state: torch.dtype, low: torch.dtype | No
 
 
 def expected_update(
-    slot: Slot, grad: Tensor, rule: Rule, numbers: list[float], factor: float
+    slot: ParamTensors, grad: Tensor, rule: Rule, numbers: list[float], factor: float
 ) -> list[Tensor]:
     """Parameter and state after the update, from the formulas, in float64."""
     lr, sign, weight_decay = numbers[:3]
@@ -331,7 +331,7 @@ RULES = [
 
 def run_update(
     backend: Any,
-    slots: list[Slot],
+    slots: list[ParamTensors],
     rule: Rule,
     grads: list[Tensor | None],
     numbers: Tensor,
@@ -353,8 +353,8 @@ def run_update(
     )
 
 
-def copies(slot: Slot) -> Slot:
-    return Slot(slot.param.clone(), *(None if t is None else t.clone() for t in slot[1:]))
+def copies(slot: ParamTensors) -> ParamTensors:
+    return ParamTensors(slot.param.clone(), *(None if t is None else t.clone() for t in slot[1:]))
 
 
 def truncates(backend: Any) -> bool:
@@ -417,7 +417,11 @@ def test_a_skip_changes_nothing(backend: Any, rule: Rule) -> None:
 def test_half_gradients_update_masters_and_their_half_copies(
     backend: Any, low: torch.dtype, rule: Rule
 ) -> None:
-    slots = [slot_of(p, rule, torch.float32, low) for p in dense_tensors(torch.float32)]
+    params = dense_tensors(torch.float32)
+    if truncates(backend) and low == torch.bfloat16:
+        # A master that its copy is not the rounding of would be taken for an older one.
+        params = [param.bfloat16().float() for param in params]
+    slots = [slot_of(p, rule, torch.float32, low) for p in params]
     grads: list[Tensor | None] = [torch.randn_like(s.param, dtype=low) for s in slots]
     before = [copies(slot) for slot in slots]
     run_update(backend, slots, rule, grads, hypers(rule), scale=8.0)

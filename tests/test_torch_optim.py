@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gradlift.torch import GradScaler
 from gradlift.torch.kernels import check_pass
 from gradlift.torch.step.grads import host_norms
-from gradlift.torch.two_pass import reference
+from gradlift.torch.two_pass import cpu_passes
 from gradlift.torch.two_pass.master_weights import MasterWeights
 from gradlift.torch.two_pass.two_pass import TwoPassStep
 
@@ -27,7 +27,7 @@ if torch.cuda.is_available():
     pytestmark.append(pytest.mark.gpu)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = [check_pass, reference] if DEVICE.type == "cpu" else [check_pass]
+BACKENDS = [check_pass, cpu_passes] if DEVICE.type == "cpu" else [check_pass]
 SHAPES = [(3, 5), (), (0,), (1,), (2, 3, 4, 4), (1500,)]
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

@@ -62,8 +62,8 @@ from test_torch_cuts_rules import (
 )
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive import arming, cuts, engine, exponents, graph, names, outputs
+from gradlift.torch import AdaptiveGradScaler, names
+from gradlift.torch.adaptive import arming, cuts, engine, exponents, graph, outputs
 from gradlift.torch.adaptive.arming import ArmedGraphs
 from gradlift.torch.adaptive.cuts import Cut, LeafReturn
 from gradlift.torch.adaptive.engine import Engine
@@ -199,8 +199,9 @@ def test_an_input_that_needs_a_gradient_gets_the_global_scale(model, pinned, fai
 
     def parameters_alone(self, found, offsets, gate):
         own = pinned.parameter_names
-        found.leaves = [edge for edge in found.leaves if id(edge.leaf) in own]
-        set_leaves(self, found, offsets, gate)
+        kept = [edge for edge in found.leaves if id(edge.leaf) in own]
+        found.leaves = graph.Leaves(*map(list, zip(*kept, strict=True)))
+        return set_leaves(self, found, offsets, gate)
 
     def step(m):
         return loss_of(m, x)

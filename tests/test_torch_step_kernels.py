@@ -111,10 +111,10 @@ def test_a_remark_holds_the_greatest_and_the_flags(device, count):
 
 @pytest.mark.gpu
 def test_a_small_model_leaves_the_same_records_as_a_large_one(monkeypatch):
-    from gradlift.torch.adaptive import step_record
+    from gradlift.torch.adaptive import largest
 
     def records(small):
-        monkeypatch.setattr(step_record, "SMALL", 2**40 if small else 0)
+        monkeypatch.setattr(largest, "SMALL", 2**40 if small else 0)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)

@@ -338,7 +338,7 @@ def test_a_first_batch_without_a_loss_is_passed_over(clip):
 
 
 def made_for(found, model):
-    return any(part is model for part in found._overflow.model.modules())
+    return any(part is model for part in found._overflows.model.modules())
 
 
 @pytest.mark.parametrize("source", [None, AdaptiveGradScaler, lambda m: GradScaler("cpu", model=m)])

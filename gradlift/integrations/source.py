@@ -75,7 +75,7 @@ def join_ranks(scaler: GradScaler) -> None:
 def unscale_once_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """``unscale_``, unless it has been done since the last backward pass: two clip calls in one
     step are no mistake."""
-    if for_trainers.stage_now(scaler, optimizer) is not OptState.UNSCALED:
+    if for_trainers.stage(scaler, optimizer) is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.scaler import GradScaler
-from gradlift.torch.step import later_backward
 from gradlift.torch.step.update import SKIPPED
 
 
@@ -27,14 +26,10 @@ def set_process_group(scaler: GradScaler, group: Any) -> None:
     scaler._agreement.process_group = group
 
 
-def model_of(scaler: GradScaler) -> torch.nn.Module | None:
-    """The model that the scaler was given, if it lives."""
-    return scaler._overflows.model
-
-
-def set_grad_norm(scaler: GradScaler, norm: Tensor) -> None:
-    """A trainer has measured the true gradient's norm, 0-d float32, by itself."""
-    scaler._outcome.grad_norm = norm
+def set_grad_norm(scaler: GradScaler, norm: Tensor, max_norm: float) -> None:
+    """A trainer has measured the true gradient's norm, 0-d float32, and clipped it to
+    ``max_norm`` by itself."""
+    scaler._outcome.grad_norm, scaler._outcome.max_norm = norm, max_norm
 
 
 def clip_unscaled_(scaler: GradScaler, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -45,13 +40,6 @@ def clip_unscaled_(scaler: GradScaler, optimizer: torch.optim.Optimizer, max_nor
 def stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
     """READY, UNSCALED or STEPPED."""
     return scaler._steps.of(optimizer).entry["stage"]
-
-
-def stage_now(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
-    """The same, READY again if the gradients are those of a later backward pass."""
-    known = scaler._steps.of(optimizer)
-    later_backward.refresh(scaler._check, known)
-    return known.entry["stage"]
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Tensor:

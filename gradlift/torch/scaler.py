@@ -249,6 +249,17 @@ class GradScaler(torch.amp.GradScaler):
                 )
         self._agreement.ownership.mark(found, copies)
 
+    def __repr__(self) -> str:
+        """Waits for the device, to tell the scale."""
+        name = type(self).__name__
+        if not self._enabled:
+            return f"{name}(enabled=False)"
+        skipped = self._device_scale.skipped_steps()
+        return (
+            f"{name}({self._device!r}, scale={self.get_scale():g}, skipped_steps={skipped}, "
+            f"policy={self.policy!r})"
+        )
+
     # Scale.
 
     def scale(self, outputs: Any) -> Any:
@@ -264,10 +275,9 @@ class GradScaler(torch.amp.GradScaler):
             if scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
                 scale = self._device_scale.require("scale").scale
-            compiling = torch.compiler.is_compiling()
-            if self._steps.entries and not (compiling or self._losses.in_closure):
-                later_backward.note(self._check)
-            if not compiling:
+            if not torch.compiler.is_compiling():
+                if self._steps.entries and not self._losses.in_closure:
+                    later_backward.note(self._check)
                 self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
             return outputs * moved_to(scale, outputs.device)
@@ -290,7 +300,7 @@ class GradScaler(torch.amp.GradScaler):
         self._ready(optimizer, "unscale_")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.refresh(self._check, known)
+            later_backward.heed(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -340,7 +350,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         closure, rest, rest_kwargs = closures.split(args, kwargs)
         closures.check_arguments(max_norm, retries, closure)
-        self._outcome.max_norm = max_norm
+        if max_norm is not None:
+            self._outcome.max_norm = max_norm
         if not self._enabled:
             return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
         self._outcome.known_skip = None
@@ -348,7 +359,7 @@ class GradScaler(torch.amp.GradScaler):
             self._ready(optimizer, "step")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.refresh(self._check, known)
+            later_backward.heed(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is None:
@@ -414,6 +425,7 @@ class GradScaler(torch.amp.GradScaler):
             self._device_scale.update_(found, bad_loss)
         else:
             self._device_scale.set_(new_scale, found, self._device)
+        self._outcome.max_norm = None
         self._steps.reset()
         self._losses.end_iteration()
         if not torch.compiler.is_compiling():
@@ -542,6 +554,11 @@ class GradScaler(torch.amp.GradScaler):
         the GPU (fused, or with ``max_norm``) nothing waits for it: a skipped step holds the
         scheduler back 8 calls later.
         """
+        if isinstance(scheduler, torch.optim.Optimizer):
+            raise ValueError(
+                "step_scheduler takes the scheduler, made with torch.optim.lr_scheduler; got the "
+                f"optimizer, {type(scheduler).__name__}"
+            )
         clock = self._clocks.of(scheduler)
         skipped = self._outcome.skip_of(getattr(scheduler, "optimizer", None))
         if skipped is None:
@@ -578,6 +595,8 @@ class GradScaler(torch.amp.GradScaler):
         self._agreement.verify(wait=True)
         if not self._enabled:
             return {}
+        for recorder in self._recorders:
+            recorder.flush()
         own = {
             "hysteresis_tracker": self._device_scale.hysteresis_left(),
             "skipped_steps": self._device_scale.skipped_steps(),

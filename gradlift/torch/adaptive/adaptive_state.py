@@ -49,6 +49,8 @@ class Saved(NamedTuple):
     """Parameters whose gradients are computed in float32."""
     model: dict[str, str | None] | None
     """Of which model, see ``model_identity``; None in states of old."""
+    changes: bool = False
+    """Whether the model's graph changes from step to step."""
 
 
 def write(saved: Saved) -> str:
@@ -102,6 +104,7 @@ _ENTRIES: dict[str, Any] = {
     "probing": schema.flag,
     "overflowed": Since(list_of(schema.text), []),
     "wide": Since(list_of(schema.text), []),
+    "changes": Since(schema.flag, False),
 }
 _STATE = schema.versioned(
     v1=record(make=_fits_together, **_ENTRIES, model=Since(lambda value: None, None)),

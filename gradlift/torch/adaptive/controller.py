@@ -357,6 +357,7 @@ class Controller:
             self.overflowed(),
             self.engine.wide,
             identity(self.engine.model),
+            self.engine.changes,
         )
 
     def load(self, saved: Saved) -> None:
@@ -367,8 +368,9 @@ class Controller:
         self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self.engine.take()
+        self.engine.resume(saved.pilot["graph"], saved.pilot["owners"])
+        self.engine.wide, self.engine.changes = saved.wide, saved.changes
         self._follow()
-        self.engine.wide = saved.wide
         self._begin_random()
         if saved.probing:
             self.engine.probe()

@@ -21,7 +21,8 @@ and a gate no node. A cycle through C++ nodes would never be freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,9 +52,11 @@ class Recorder(Protocol):
 class Gate:
     """Says in which backward passes the hooks of one armed graph may act."""
 
-    __slots__ = ("__weakref__", "closed", "passes", "probe")
+    __slots__ = ("__weakref__", "closed", "numbers", "passes", "probe")
 
     def __init__(self, probe: Recorder | None) -> None:
+        self.numbers: set[int] = set()
+        """The sequence numbers of the graph's nodes with cuts, and of those that feed leaves."""
         self.passes: set[int] = set()
         """The passes under way that a root has let through."""
         self.closed: str | None = None
@@ -75,7 +78,18 @@ class Gate:
 class Cut:
     """A tensor hook on a module's output. Does nothing until its graph is armed."""
 
-    __slots__ = ("differentiated", "gate", "hooks", "names", "number", "row", "shift", "spread")
+    __slots__ = (
+        "__weakref__",
+        "differentiated",
+        "gate",
+        "hooks",
+        "names",
+        "number",
+        "places",
+        "row",
+        "shift",
+        "spread",
+    )
     # torch.save would warn about a hook on the tensor; there is nothing to serialize.
     __torch_unserializable__ = True
 
@@ -90,6 +104,8 @@ class Cut:
         """Whether a gradient that passed here became part of a graph itself (create_graph)."""
         self.hooks: Callable[[], Mapping[int, Any] | None] = lambda: None
         """The hooks on the same tensor, this one among them, as long as the graph lives."""
+        self.places: list[int] = []
+        """The sequence numbers of its node, and of the one behind a view."""
         self.gate: Gate | None = None
         self.shift = 0
         self.row: int | None = None
@@ -156,14 +172,20 @@ class LeafReturn:
 class Root:
     """A tensor hook on a scaled loss: opens its graph's gate when the pass is as planned."""
 
-    __slots__ = ("__weakref__", "edges", "gate", "marks", "on_neutral")
+    __slots__ = ("__weakref__", "edges", "gate", "marks", "on_begin", "on_neutral", "waiting")
 
-    def __init__(self, edges: list[tuple[Node, int]], marks: Marks, on_neutral: Any) -> None:
+    def __init__(
+        self, edges: list[tuple[Node, int]], marks: Marks, on_neutral: Any, on_begin: Any
+    ) -> None:
         self.edges = edges
         """(node, slot) below the scaled loss; not its own node, which holds this hook."""
         self.gate: Gate | None = None
         self.marks = marks
         self.on_neutral = on_neutral
+        self.on_begin = on_begin
+        """Is told of the gate, ``waiting`` and the call, when a pass is let through."""
+        self.waiting: Sequence[Any] = ()
+        """Leaves of the graph that may be brought back at the end, see ``end_returns.py``."""
 
     @property
     def under_way(self) -> bool:
@@ -177,25 +199,36 @@ class Root:
             return
         if gate.closed is None and makes_a_graph():
             gate.closed = DIFFERENTIATED
-        reason = gate.closed or (BATCHED if is_batched(grad) else unlike_armed(gate, self.marks))
-        if reason is None:
-            gate.open()
-        else:
-            self.on_neutral(reason)
+        reason = gate.closed or (BATCHED if is_batched(grad) else None)
+        call = None if reason else call_through(gate, self.marks)
+        if call is None or isinstance(call, str):
+            self.on_neutral(reason or call)
+            return
+        gate.open()
+        self.on_begin(gate, self.waiting, call)
 
 
 class Marks:
     """What an engine writes into the nodes' metadata, under keys of its own."""
 
-    __slots__ = ("cuts", "gate", "leaves", "root", "rounded", "views")
+    __slots__ = ("_placed", "cuts", "leaves", "root", "rounded", "views")
 
     def __init__(self, owner: int) -> None:
-        self.gate = f"gradlift.{owner}.gate"
+        self._placed: weakref.WeakSet[Cut] = weakref.WeakSet()
         self.root = f"gradlift.{owner}.root"
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
         self.views = f"gradlift.{owner}.views"
         self.rounded = f"gradlift.{owner}.rounded"
+
+    def placed(self, cut: Cut, node: Node) -> None:
+        """Takes note of a cut that was put on a node, or on a view of what the node made."""
+        cut.places.append(node._sequence_nr())
+        self._placed.add(cut)
+
+    def places(self) -> set[int]:
+        """The sequence numbers of all nodes that have to do with a cut; others may share them."""
+        return {number for cut in self._placed for number in cut.places}
 
 
 def makes_a_graph() -> bool:
@@ -213,8 +246,8 @@ def is_batched(grad: torch.Tensor | None) -> bool:
     return grad is not None and legacy is not None and legacy(grad)
 
 
-def unlike_armed(gate: Gate, marks: Marks) -> str | None:
-    """Why the running pass is not one over exactly the graph that was armed, or None."""
+def call_through(gate: Gate, marks: Marks) -> passes.Call | str:
+    """The call of the running pass, or why it is not one over exactly the graph that was armed."""
     calls = [(call, list(entries(call, gate, marks))) for call in passes.running_calls()]
     calls = [(call, at_root) for call, at_root in calls if any(at_root)]
     if len(calls) != 1:
@@ -226,14 +259,14 @@ def unlike_armed(gate: Gate, marks: Marks) -> str | None:
         return "some gradients were asked for (inputs=) and the graph was kept for the others"
     if not all(at_root):
         return "ops that scale() has not seen feed this graph in the same backward pass"
-    return None
+    return call
 
 
 def entries(call: passes.Call, gate: Gate, marks: Marks) -> Iterator[bool]:
     """For each node at which a pass enters the armed graph, whether it is one of its roots.
 
-    Whatever carries another gate is walked through: that graph may have been dropped, and its
-    mark says nothing about what lies below it now.
+    What comes in anywhere goes on to a leaf, and so meets a number. Threads count for themselves: a
+    number that another thread's node has too makes the pass neutral.
     """
     stack = list(call.outputs)
     seen = set(stack)
@@ -243,7 +276,7 @@ def entries(call: passes.Call, gate: Gate, marks: Marks) -> Iterator[bool]:
         root = written.get(marks.root)
         if root is not None and root.gate is gate:
             yield True
-        elif written.get(marks.gate) is gate:
+        elif node._sequence_nr() in gate.numbers:
             yield False
         else:
             targets = {target for target, _ in node.next_functions if target is not None}
@@ -285,7 +318,27 @@ def _product(grad: torch.Tensor, shift: int) -> torch.Tensor:
         return torch.view_as_complex(_product(torch.view_as_real(grad.resolve_conj()), shift))
     exact = _FLOAT16_FACTORS if grad.dtype == torch.float16 else _FLOAT32_FACTORS
     if shift in exact:
-        return grad * 2.0**shift
+        return grad * factor(shift, grad)
     half = shift // 2
     wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
     return ((wide * 2.0**half) * 2.0 ** (shift - half)).to(grad.dtype)
+
+
+_factors: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+
+def factor(shift: int, grad: torch.Tensor) -> torch.Tensor | float:
+    """``2**shift`` as ``grad`` is multiplied with fastest: a number costs torch a tensor each time.
+
+    Returns:
+        A 0-d tensor of the gradient's dtype on the CPU, which goes with any device; for a subclass
+        of tensors, which may not take one, a number.
+    """
+    if type(grad) is not torch.Tensor or grad.is_nested:
+        return 2.0**shift
+    made = _factors.get((shift, grad.dtype))
+    if made is None:
+        with torch.inference_mode(False):
+            made = torch.tensor(2.0**shift, dtype=grad.dtype, device="cpu")
+        _factors[shift, grad.dtype] = made
+    return made

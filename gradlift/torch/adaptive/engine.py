@@ -11,10 +11,11 @@ The engine itself holds what to run at, and when to look: outputs are watched on
 is pinned, a plan has active cuts or a probe is due. While nothing is due, ``arm`` returns at once
 and a step costs what it costs without an engine.
 
-Every armed graph is walked in full, each time. A graph that differs from the planned one is
+Between probes only outputs with active cuts are looked at (``probed_graph.py``), and still every
+armed graph is walked to its leaves, each time. A graph that differs from the planned one is
 therefore seen before its backward, and runs neutral: all offsets 0, a plain global scale.
 
-Where the model is compiled, ``compiled_model.py`` says what is different.
+Where the model is compiled, ``compiled/model.py`` says what is different.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from torch import nn
 from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.arming import ArmedGraphs, edges_below, is_differentiated
 from gradlift.torch.adaptive.cuts import DIFFERENTIATED, Cut, Gate, Marks
+from gradlift.torch.adaptive.end_returns import Waiting
 from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.adaptive.graph import Walk
-from gradlift.torch.adaptive.names import Names, check_offsets
-from gradlift.torch.adaptive.outputs import Outputs, tensors_in, watch
+from gradlift.torch.adaptive.outputs import Outputs, Watch, tensors_in, watch
+from gradlift.torch.adaptive.probed_graph import PlannedAt, ProbedGraph
 from gradlift.torch.compiled.entry_points import is_compiled, is_compiled_node
+from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.pipelines import is_rehearsal
 from gradlift.torch.ranks.reductions import gathered_parameters
@@ -52,6 +55,8 @@ NO_OUTPUT = (
     "no output of the model's modules is in the graph of the loss, which uses the parameters "
     "directly or through TorchScript"
 )
+GLOBAL = "gradients stay at the global scale"
+BLIND = "nothing can be measured there, and the scale follows torch's rule"
 UNDER_WAY = "a backward pass over a part of this graph is under way"
 
 _engines = itertools.count()
@@ -99,6 +104,10 @@ class Engine:
         self._active_keys: tuple[str, ...] | None = ()
         self._out_of_reach = False
         self._closed = False
+        self._probed = ProbedGraph()
+        self._planned_at: PlannedAt | None = None
+        self.changes = False
+        """Whether the model's graph has been another one than active cuts alone can tell of."""
         self._said: set[str] = set()
         self._uncalled: dict[str, int] = {}
         """Pinned modules that have not been called, and how many losses went by without them."""
@@ -150,6 +159,10 @@ class Engine:
         self._refresh()
         self._tell_compiled()
 
+    def resume(self, graph: Mapping[str, Any] | None, owners: Mapping[str, int]) -> None:
+        """Takes in what was known of the graph when a checkpoint was made; then ``follow``."""
+        self._probed.learn_saved(graph, owners)
+
     @property
     def active_keys(self) -> tuple[str, ...] | None:
         """What ``follow`` was told last."""
@@ -173,6 +186,7 @@ class Engine:
         """Ends the probe and hands it over, its copy to the host under way; None without one."""
         probe, self._probe = self._probe, None
         if probe is not None:
+            self._probed.learn(probe)
             self._refresh()
             self.unplanned = False
             self._note_sight(probe)
@@ -238,7 +252,9 @@ class Engine:
         self._armed.disarm()
 
     def _refresh(self) -> None:
-        due = bool(self._pins) or any(self._plan.values()) or self._probe is not None
+        due = bool(self._pins) or self._probe is not None
+        planned = any(self._plan.values())
+        due = due or (planned and (not self._only_active or bool(self._active_modules())))
         if due and self._compiled is None and self._can_watch() and is_compiled(self.model):
             self._meet_compiled()
         if due and self._handle is None and self._can_watch():
@@ -250,6 +266,25 @@ class Engine:
         elif due and self._probe is not None:
             # Modules may have been added since.
             self._names = Names(self.model)
+        self._planned_at = None
+        if isinstance(self._handle, Watch):
+            self._handle.only = self._modules_to_watch()
+
+    @property
+    def _only_active(self) -> bool:
+        """Whether the outputs with active cuts are all that has to be looked at."""
+        if self._pins or self._probe is not None or self._compiled is not None or self.changes:
+            return False
+        return self._active_keys is not None and self._probed.knows(self._plan)
+
+    def _active_modules(self) -> frozenset[str]:
+        return self._probed.active_modules(self._plan)
+
+    def _modules_to_watch(self) -> frozenset[int] | None:
+        if not self._only_active:
+            return None
+        active = self._active_modules()
+        return frozenset(own for own, name in self._names.of_module.items() if name in active)
 
     def _can_watch(self) -> bool:
         if not passes.available():
@@ -293,7 +328,7 @@ class Engine:
 
     def _missed(self, found: Walk) -> bool:
         """Whether the model ran in compiled code though a probe was due."""
-        if found.cuts or not any(map(is_compiled_node, found.nodes)):
+        if found.cuts or not any(map(is_compiled_node, found.functions)):
             return False
         if not self._owns_a_leaf(found):
             return False
@@ -340,7 +375,8 @@ class Engine:
         new = [(tensor, edges_below(tensor)) for tensor in tensors]
         if not new:
             return
-        found, old = self._armed.walk([edge for _, edges in new for edge in edges])
+        edges = [edge for _, below in new for edge in below]
+        found, old = self._armed.walk(edges, fast=self._only_active)
         if self._missed(found):
             return
         if any(root.under_way for root in old):
@@ -354,9 +390,9 @@ class Engine:
         # Once all of the losses are there, a part that looked unplanned may turn out planned.
         self.unplanned = assignment.unplanned is not None or (self.unplanned and not old)
         gate = Gate(self._probe)
-        self._set(found, keys, assignment.offsets, gate)
-        for root in old + [self._armed.add_root(tensor, edges) for tensor, edges in new]:
-            root.gate = gate
+        waiting = self._set(found, keys, assignment.offsets, gate)
+        for root in old + [self._armed.add_root(tensor, below) for tensor, below in new]:
+            root.gate, root.waiting = gate, waiting
         if self._compiled is not None and self._probe is None:
             self._compiled.note_held(found, keys)
             self.active += self._compiled.active
@@ -376,15 +412,15 @@ class Engine:
 
     def _assign(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
         self.active, self.neutral = (), None
-        if not found.cuts and not self.probing and not self._owns_a_leaf(found):
-            self._say(NOT_ITS_OWN)
+        if not found.cuts and not self._owns_a_leaf(found):
+            self._say(NOT_ITS_OWN, BLIND if self.probing else GLOBAL)
         if is_differentiated(found):
             self.neutral = DIFFERENTIATED
             assignment = Assignment([0] * found.components)
         elif self._pins:
             assignment = from_pins(found, self._pins)
         elif any(self._plan.values()):
-            assignment = from_plan(found, keys, self._plan)
+            assignment = self._from_plan(found, keys)
         else:
             assignment = Assignment([0] * found.components)
         for sentence in (*assignment.refused, *self._never_called()):
@@ -392,6 +428,21 @@ class Engine:
         if assignment.unplanned is not None:
             self.neutral = f"the graph is not the planned one: {assignment.unplanned}"
         return assignment
+
+    def _from_plan(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
+        assignment = from_plan(found, keys, self._plan)
+        if not self._only_active:
+            return assignment
+        if self._planned_at is None:
+            self._planned_at = self._probed.planned_at(self._plan, self._names.of_parameter)
+        reason = assignment.unplanned or self._planned_at.misses(found, assignment.offsets)
+        if reason is None:
+            return assignment
+        # From the next forward on all outputs are looked at, and tell whether it was planned.
+        self.changes = True
+        self._refresh()
+        self.neutral = f"the graph is not the planned one: {reason}"
+        return Assignment([0] * found.components)
 
     def _never_called(self) -> Iterator[str]:
         if self._compiled is not None:
@@ -412,8 +463,8 @@ class Engine:
         keys: Mapping[Cut, tuple[str, ...]],
         offsets: list[int],
         gate: Gate,
-    ) -> None:
-        self._armed.set(found, offsets, gate)
+    ) -> list[Waiting]:
+        waiting = self._armed.set(found, offsets, gate)
         self.active = tuple(
             (keys[edge.cut][0], edge.cut.shift) for edge in found.cuts if edge.cut.shift
         )
@@ -425,10 +476,9 @@ class Engine:
             if wide != self.wide:
                 self.wide = wide
             self._probe.attach_rounded(found, offsets, gate, self._marks.rounded)
+        return waiting
 
-    def _say(
-        self, reason: str, so: str = "gradients stay at the global scale", *, whole: bool = True
-    ) -> None:
+    def _say(self, reason: str, so: str = GLOBAL, *, whole: bool = True) -> None:
         if whole:
             self.neutral = reason
         if reason not in self._said:

@@ -14,6 +14,7 @@ second output and ``@2`` for its second call in the graph.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,11 @@ def keys_of(walk: Walk) -> dict[Cut, tuple[str, ...]]:
 
 def _key(name: str, output: int, call: int) -> str:
     return name + (f"[{output}]" if output else "") + (f"@{call}" if call > 1 else "")
+
+
+def module_of(key: str) -> str:
+    """The name of the module that a key speaks of."""
+    return re.sub(r"(\[\d+\])?(@\d+)?$", "", key)
 
 
 def from_pins(walk: Walk, pins: Mapping[str, int]) -> Assignment:

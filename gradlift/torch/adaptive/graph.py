@@ -28,13 +28,24 @@ module's output chooses what its hooks see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
 
-from gradlift.torch.adaptive.linearity import Node, hooked_around, is_hooked, not_linear
+from gradlift.torch.adaptive.linearity import (
+    IN_PLACE,
+    Node,
+    hooked_around,
+    is_hooked,
+    not_linear,
+)
 
 
 def _accumulation_type() -> type:
@@ -77,22 +88,80 @@ class LeafEdge(NamedTuple):
     component: int
 
 
+class Leaves:
+    """Edges into leaves, as columns: so many objects at once would set off the garbage collector.
+
+    Args:
+        nodes: those that feed a leaf.
+        positions: of the leaf's gradient among the node's.
+        leaves: the tensors.
+        components: of the nodes.
+    """
+
+    def __init__(
+        self,
+        nodes: list[Node],
+        positions: list[int],
+        leaves: list[torch.Tensor],
+        components: list[int],
+    ) -> None:
+        self.nodes, self.positions, self.leaves, self.components = (
+            nodes,
+            positions,
+            leaves,
+            components,
+        )
+
+    def __iter__(self) -> Iterator[LeafEdge]:
+        return map(LeafEdge, self.nodes, self.positions, self.leaves, self.components)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def at(self, offsets: Sequence[int]) -> list[int]:
+        """The offset of each edge, given those of the components."""
+        return list(map(offsets.__getitem__, self.components))
+
+    def rows(self) -> Iterator[tuple[Node, int, torch.Tensor, int]]:
+        """The same as plain tuples, which are made and dropped one by one."""
+        return zip(self.nodes, self.positions, self.leaves, self.components, strict=True)
+
+
+NO_LEAVES = Leaves([], [], [], [])
+
+
 @dataclass
 class Walk:
-    """What lies below a loss. Component 0 is the loss's."""
+    """What lies below a loss. Component 0 is the loss's.
+
+    A flood leaves ``nodes`` and ``component_of`` empty.
+    """
 
     nodes: list[Node]
     component_of: list[int]
     """The component of each node."""
     components: int
     cuts: list[CutEdge]
-    leaves: list[LeafEdge]
+    leaves: Leaves
     held: dict[int, str]
     """Component to the reason why it stays at the global scale."""
     cut_slots: Mapping[Node, Mapping[int, Any]]
     """The cuts on a node, by slot, for nodes that have any."""
     hooked: frozenset[int] = frozenset()
     """Components with a hook of the user's at a module's output, which no plan may move."""
+    reused: frozenset[int] = frozenset()
+    """The ids of leaves that are used more than once."""
+    functions: list[Node] = field(default_factory=list)
+    """The nodes of autograd Functions written in Python."""
+    rewritten: set[tuple[Node, int]] = field(default_factory=set)
+    """The (node, slot) behind each tensor that was changed in place through a view of it."""
+
+    @cached_property
+    def numbers(self) -> set[int]:
+        """The sequence numbers of the nodes with cuts, and of those that feed leaves."""
+        numbers = {node._sequence_nr() for node in self.leaves.nodes}
+        numbers.update(node._sequence_nr() for node in self.cut_slots)
+        return numbers
 
     def is_held(self, component: int) -> bool:
         """Whether a plan leaves a component at the global scale."""
@@ -139,12 +208,14 @@ def walk(
         linear: autograd Functions declared linear by the user.
         ends: nodes that stand for a leaf, with that leaf, beside those that accumulate.
     """
-    found = _Search(cuts_of, ends or {})
+    found = Search(cuts_of, ends or {})
     found.run(edges)
     return found.result(linear)
 
 
-class _Search:
+class Search:
+    """A walk under way: what it has met, as sets of numbers that are joined."""
+
     def __init__(
         self,
         cuts_of: Callable[[Node], Mapping[int, Any] | None],
@@ -157,9 +228,13 @@ class _Search:
         self.index: dict[Node, int] = {}
         self.cuts: dict[Node, Mapping[int, Any]] = {}
         self.feeds: dict[tuple[Node, int], int] = {}
-        self.leaves: list[tuple[Node, int, Node, int]] = []
+        self.feeding: list[Node] = []
+        self.positions: list[int] = []
+        self.accumulations: list[Node] = []
+        self.owners: list[int] = []
 
     def run(self, edges: Iterable[tuple[Node, int]]) -> None:
+        """Meets all that lies below (node, slot) edges, which belong to the loss's component."""
         stack: list[Node] = []
         for node, slot in edges:
             if type(node) is not ACCUMULATE and node not in self.ends:
@@ -171,7 +246,10 @@ class _Search:
                 if target is None:
                     continue
                 if type(target) is ACCUMULATE or target in self.ends:
-                    self.leaves.append((node, position, target, own))
+                    self.feeding.append(node)
+                    self.positions.append(position)
+                    self.accumulations.append(target)
+                    self.owners.append(own)
                 else:
                     self._edge(own, target, slot, stack)
 
@@ -189,38 +267,64 @@ class _Search:
             self.sets.join(own, source)
 
     def result(self, linear: frozenset[type]) -> Walk:
+        """The components, now that all is known."""
+        found = self.assembled((node, not_linear(node, linear)) for node in self.index)
+        number = self._numbers()
+        found.nodes = list(self.index)
+        found.component_of = [number[own] for own in self.index.values()]
+        found.functions = [node for node in found.nodes if isinstance(node, BackwardCFunction)]
+        found.rewritten = rewritten_in(found.nodes)
+        return found
+
+    def assembled(self, reasons: Iterable[tuple[Node, str | None]]) -> Walk:
+        """Components, cuts, leaves and what is held; ``reasons`` says which nodes hold theirs."""
+        index = self.index
+        if self.ends:
+            leaves = list(map(self._leaf, self.accumulations))
+        else:
+            leaves = [node.variable for node in self.accumulations]
+        held = self._held(reasons, leaves)
+        reused = _reused(leaves)
+        if reused:
+            self._join_uses(reused, leaves, held)
+        number = self._numbers()
+        return Walk(
+            [],
+            [],
+            max(number) + 1,
+            [
+                CutEdge(self.cuts[node][slot], number[source], number[index[node]])
+                for (node, slot), source in self.feeds.items()
+            ],
+            Leaves(self.feeding, self.positions, leaves, [number[own] for own in self.owners]),
+            {number[component]: reason for component, reason in held.items()},
+            self.cuts,
+            frozenset(number[own] for own in self._hooked()),
+            reused=reused,
+        )
+
+    def _numbers(self) -> list[int]:
+        """For each item of the sets the number of its component; the loss's is 0."""
+        roots = list(map(self.sets.find, range(len(self.sets.parent))))
+        number = {root: n for n, root in enumerate(sorted(set(roots)))}
+        return [number[root] for root in roots]
+
+    def _held(
+        self, reasons: Iterable[tuple[Node, str | None]], leaves: list[torch.Tensor]
+    ) -> dict[int, str]:
         find, index = self.sets.find, self.index
         held = {find(self.loss): "it holds the loss"}
-        for node, own in index.items():
-            reason = not_linear(node, linear)
+        for node, reason in reasons:
             if reason:
-                held.setdefault(find(own), reason)
-        for _, _, accumulation, own in self.leaves:
-            reason = not_planned_for(self._leaf(accumulation))
+                held.setdefault(find(index[node]), reason)
+        for leaf, own in () if _all_usual(leaves) else zip(leaves, self.owners, strict=True):
+            reason = not_planned_for(leaf)
             if reason:
                 held.setdefault(find(own), reason)
         for node, slot in self.feeds:
             if self.cuts[node][slot].spread:
                 held.setdefault(find(index[node]), SPREAD)
-        self._join_uses_of_a_leaf(held)
-        hooked = frozenset(map(find, self._hooked()))
-        number = {root: n for n, root in enumerate(sorted({find(i) for i in index.values()} | {0}))}
-        return Walk(
-            list(index),
-            [number[find(own)] for own in index.values()],
-            len(number),
-            [
-                CutEdge(self.cuts[node][slot], number[find(source)], number[find(index[node])])
-                for (node, slot), source in self.feeds.items()
-            ],
-            [
-                LeafEdge(node, position, self._leaf(accumulation), number[find(own)])
-                for node, position, accumulation, own in self.leaves
-            ],
-            {number[find(component)]: reason for component, reason in held.items()},
-            self.cuts,
-            frozenset(number[component] for component in hooked),
-        )
+        return held
 
     def _hooked(self) -> Iterator[int]:
         for (node, slot), source in self.feeds.items():
@@ -235,12 +339,37 @@ class _Search:
         leaf = self.ends.get(node)
         return node.variable if leaf is None else leaf
 
-    def _join_uses_of_a_leaf(self, held: Mapping[int, str]) -> None:
-        first: dict[Node, int] = {}
-        for _, _, accumulation, own in self.leaves:
-            own = self.sets.find(own)
-            if own not in held:
-                self.sets.join(first.setdefault(accumulation, own), own)
+    def _join_uses(
+        self, reused: frozenset[int], leaves: list[torch.Tensor], held: Mapping[int, str]
+    ) -> None:
+        """Joins the components that use one leaf, but those that are held."""
+        free = [self.sets.find(item) not in held for item in range(len(self.sets.parent))]
+        first: dict[int, int] = {}
+        for leaf, own in zip(leaves, self.owners, strict=True):
+            if id(leaf) in reused and free[own]:
+                self.sets.join(first.setdefault(id(leaf), own), own)
+
+
+def _all_usual(leaves: list[torch.Tensor]) -> bool:
+    """Whether all are float32 parameters, as nearly always; no loop in Python for that."""
+    return (
+        set(map(type, leaves)) <= {Parameter}
+        and set(map(attrgetter("dtype"), leaves)) <= {torch.float32}
+        and not any(map(attrgetter("is_nested"), leaves))
+    )
+
+
+def _reused(leaves: list[torch.Tensor]) -> frozenset[int]:
+    """The ids of leaves that are used more than once."""
+    ids = list(map(id, leaves))
+    if len(set(ids)) == len(ids):
+        return frozenset()
+    return frozenset(number for number, uses in Counter(ids).items() if uses > 1)
+
+
+def rewritten_in(nodes: Iterable[Node]) -> set[tuple[Node, int]]:
+    """The (node, slot) behind each tensor that was changed in place through a view of it."""
+    return {node.next_functions[0] for node in nodes if type(node).__name__ == IN_PLACE}
 
 
 def not_planned_for(leaf: torch.Tensor) -> str | None:
@@ -256,7 +385,7 @@ def not_planned_for(leaf: torch.Tensor) -> str | None:
 
 def is_spread(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor, which an op may add up over ranks."""
-    return type(tensor) is not torch.nn.Parameter and hasattr(tensor, "device_mesh")
+    return type(tensor) is not Parameter and hasattr(tensor, "device_mesh")
 
 
 def has_usual_layout(tensor: torch.Tensor) -> bool:

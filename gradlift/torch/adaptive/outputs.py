@@ -31,23 +31,27 @@ class Watcher(Protocol):
 
 def watch(watcher: Watcher) -> Watch:
     """Installs the forward hook."""
-    reference = weakref.ref(watcher)
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        watching = reference()
-        if watching is not None:
-            watching.saw(module, output)
-
-    return Watch(register_module_forward_hook(hook), watcher)
+    return Watch(watcher)
 
 
 class Watch:
     """A forward hook that goes with its watcher, or earlier."""
 
-    def __init__(self, handle: Any, watcher: Watcher) -> None:
-        self._end = weakref.finalize(watcher, handle.remove)
+    def __init__(self, watcher: Watcher) -> None:
+        self.only: frozenset[int] | None = None
+        """The ids of the modules to look at; None for all."""
+        reference = weakref.ref(watcher)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self.only is not None and id(module) not in self.only:
+                return
+            if torch.compiler.is_compiling():
+                return
+            watching = reference()
+            if watching is not None:
+                watching.saw(module, output)
+
+        self._end = weakref.finalize(watcher, register_module_forward_hook(hook).remove)
 
     def remove(self) -> None:
         """Ends it."""
@@ -82,6 +86,7 @@ class Outputs:
         if cut is None:
             cut = cuts[tensor.output_nr] = Cut(next(self._numbers), is_spread(tensor))
             cut.hooks = tensor.register_hook(cut).hooks_dict_ref
+            self._marks.placed(cut, node)
             if tensor._is_view():
                 note_base(tensor, cut, self._marks)
         add_name(cut.names, name, output)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradlift.torch.adaptive.cuts import Cut, Marks
-from gradlift.torch.adaptive.graph import Node
+from gradlift.torch.adaptive.graph import Node, Walk
 
 
 class Base(NamedTuple):
@@ -36,30 +36,28 @@ def note_base(view: torch.Tensor, cut: Cut, marks: Marks) -> None:
     if base is not None and base.grad_fn is not None:
         behind: Node = base.grad_fn
         behind.metadata.setdefault(marks.views, []).append((base.output_nr, cut))
+        marks.placed(cut, behind)
 
 
-def put_back(bases: Iterable[Base], nodes: Iterable[Node], present: set[Cut], marks: Marks) -> bool:
+def put_back(bases: Iterable[Base], found: Walk, marks: Marks) -> bool:
     """Replaces the cuts that were lost to an in-place change; whether there were any.
 
     Args:
         bases: what ``note_base`` wrote on the nodes of a graph.
-        nodes: the nodes of the graph.
-        present: the cuts that are in it.
+        found: the graph.
         marks: the engine's keys.
     """
-    lost = [base for base in bases if base.cut not in present]
-    if not lost:
+    if not found.rewritten:
         return False
-    rewritten = rewritten_in(nodes)
-    lost = [base for base in lost if (base.node, base.slot) in rewritten]
+    present = {edge.cut for edge in found.cuts}
+    lost = [
+        base
+        for base in bases
+        if base.cut not in present and (base.node, base.slot) in found.rewritten
+    ]
     for base in lost:
         _put_on_node(base, marks)
     return bool(lost)
-
-
-def rewritten_in(nodes: Iterable[Node]) -> set[tuple[Node, int]]:
-    """The (node, slot) behind each tensor that was changed in place through a view of it."""
-    return {node.next_functions[0] for node in nodes if type(node).__name__ == "CopySlices"}
 
 
 def _put_on_node(base: Base, marks: Marks) -> None:
@@ -69,6 +67,7 @@ def _put_on_node(base: Base, marks: Marks) -> None:
     if slot not in cuts:
         cuts[slot] = Cut(cut.number)
         node.register_prehook(OnNode(cuts[slot], slot))
+        marks.placed(cuts[slot], node)
     cuts[slot].names += [name for name in cut.names if name not in cuts[slot].names]
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlift.torch.adaptive.cuts import Cut
 from gradlift.torch.adaptive.exponents import Assignment, keys_of
-from gradlift.torch.adaptive.names import Names
 from gradlift.torch.compiled.traced_cuts import Region, Slot, Traces
+from gradlift.torch.names import Names
 from gradlift.torch.step.readback import capturing
 
 SITE = "_gradlift_site"
@@ -258,11 +257,6 @@ def make_agree(found: list[dict[Slot, tuple[int, int]]]) -> None:
                 first, index = {}, -1
                 break
         index += 1
-
-
-def module_of(key: str) -> str:
-    """The name of the module that a key speaks of."""
-    return re.sub(r"(\[\d+\])?(@\d+)?$", "", key)
 
 
 # What the compiler sees.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.cuts import Cut, add_name, makes_a_graph
-from gradlift.torch.adaptive.graph import CutEdge, Node, Walk, walk
-from gradlift.torch.adaptive.views import OnNode, rewritten_in
+from gradlift.torch.adaptive.graph import NO_LEAVES, CutEdge, Node, Walk, walk
+from gradlift.torch.adaptive.views import OnNode
 
 CROSSES = "a float16 tensor that it uses comes from outside of its compiled graph"
 
@@ -137,11 +137,10 @@ class Traces:
     def _put_back(self, found: Walk) -> bool:
         """Spare cuts for those that were lost to an in-place change; whether there were any."""
         present = {edge.cut for edge in found.cuts}
-        rewritten = rewritten_in(found.nodes)
         changed = False
         for node in found.nodes:
             for slot, cut, spare in node.metadata.pop(self._views, ()):
-                if cut not in present and (node, slot) in rewritten:
+                if cut not in present and (node, slot) in found.rewritten:
                     kept = node.metadata.setdefault(self._key, {}).setdefault(slot, spare)
                     kept.names += [name for name in spare.names if name not in kept.names]
                     changed = True
@@ -155,7 +154,7 @@ class Traces:
             cut.names = list(edge.cut.names)
         cuts = [CutEdge(kept[edge.cut], edge.downstream, edge.upstream) for edge in found.cuts]
         slots = {cut: traced.slot for traced, cut in kept.items()}
-        light = replace(found, nodes=[], component_of=[], cuts=cuts, leaves=[], cut_slots={})
+        light = Walk([], [], found.components, cuts, NO_LEAVES, found.held, {}, found.hooked)
         return Region(light, slots, self.generation)
 
 

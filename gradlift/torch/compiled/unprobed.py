@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.exponents import module_of
 from gradlift.torch.adaptive.graph import Node, Walk
 from gradlift.torch.compiled.entry_points import is_compiled_node
-from gradlift.torch.compiled.factors import module_of
 
 # Probes for a graph of which nothing is known.
 MOST_TRIES = 6

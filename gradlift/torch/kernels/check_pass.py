@@ -1,6 +1,6 @@
 # Annotations in Triton are no types: every constexpr is called with plain values.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""The two passes as Triton kernels, same signatures as in ``reference``.
+"""The two passes as Triton kernels, same signatures as in ``cpu_passes``.
 
 Pass 1 is here, pass 2 in ``update_pass``. One launch covers all tensors of a bucket; see
 ``tables``. Nothing is written but the results, nothing waits for the host, and every sum is taken
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradlift.torch.kernels.update_pass import INF_BITS, TRITON_DTYPES, chunk_of, load, on, update
-from gradlift.torch.two_pass.reference import Measure
+from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.tables import GradKey, GradTable
 
 __all__ = ["count_nonfinite", "measure", "update"]
@@ -68,7 +68,7 @@ def _count_kernel(
 
 
 def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None:
-    """Count inf and NaN per gradient if an overflow was found; see ``reference``."""
+    """Count inf and NaN per gradient if an overflow was found; see ``cpu_passes``."""
     counts.mul_(found_inf == 0)
     chunked = table.chunks(COUNT_CHUNK)
     with on(table.device):
@@ -160,7 +160,7 @@ def _norm_kernel(sumsq, scale, norm, rows, BLOCK: tl.constexpr):
 
 
 def measure(table: GradTable, scale: Tensor, found_inf: Tensor, *, amax: bool = True) -> Measure:
-    """Read every gradient once: check, norm, largest magnitudes; see ``reference``.
+    """Read every gradient once: check, norm, largest magnitudes; see ``cpu_passes``.
 
     Here the largest magnitudes cost nothing and are always given.
     """

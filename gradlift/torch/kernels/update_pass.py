@@ -345,7 +345,7 @@ def update(
     max_norm: float,
     seed: int = 0,
 ) -> None:
-    """Update every parameter that has a gradient, unless found_inf is set; see ``reference``."""
+    """Update every parameter that has a gradient, unless found_inf is set; see ``cpu_passes``."""
     with on(table.device):
         _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm)
         _launch_update(table, grads, found_inf, seed)

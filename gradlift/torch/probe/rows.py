@@ -54,6 +54,8 @@ class Rows:
         self._loss = self._sets.add()
         self._ids: dict[str, int] = {}
         self._held: set[int] = set()
+        self._others: set[str] = set()
+        self._homes: dict[str, set[int]] = {}
         self._wide: dict[str, bool] = {}
         """Whether a leaf's gradient is computed in float32 alone, by key."""
         self._numbers: dict[int, int] = {}
@@ -74,11 +76,13 @@ class Rows:
             key, offset = keys[edge.cut][0], offsets[edge.downstream]
             down, up = components[edge.downstream], components[edge.upstream]
             edge.cut.row = self._row(key, offset, down, up)
+            self._others.update(keys[edge.cut][1:])
         for number, edge in enumerate(walk.leaves):
             # An input, or a parameter that somebody has gathered from its shards.
             own = components[edge.component]
             key = parameters.get(id(edge.leaf), f"leaf {number} of component {own}")
             row = self._row(key, offsets[edge.component], own, None)
+            self._homes.setdefault(key, set()).add(own)
             leaf_return(edge.node).rows[edge.position] = row
             self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
             formats = formats_of(edge.node) | {FORMATS.get(edge.leaf.dtype, "float32")}
@@ -172,6 +176,31 @@ class Rows:
     def rounded(self) -> dict[int, Format]:
         """The components with gradients that are rounded, and the format."""
         return {self.find(row.downstream): row.rounded for row in self.rows if row.rounded}
+
+    def cut_sides(self) -> dict[str, set[str | None]]:
+        """For each cut's key, a key of every component that it was below; None for the loss's."""
+        found: dict[str, set[str | None]] = {}
+        first = self._first_keys()
+        for row in self.rows:
+            if row.upstream is not None and not row.rounded:
+                found.setdefault(row.key, set()).add(first[self.find(row.downstream)])
+        return found
+
+    def other_keys(self) -> set[str]:
+        """The keys of cuts but for each one's first."""
+        return set(self._others)
+
+    def homes(self) -> dict[str, set[str | None]]:
+        """For each leaf, a key of every component that uses it; None for the loss's."""
+        first = self._first_keys()
+        return {
+            key: {first[self.find(component)] for component in components}
+            for key, components in self._homes.items()
+        }
+
+    def _first_keys(self) -> dict[int, str | None]:
+        found = {root: next(iter(keys), None) for root, keys in self.keys().items()}
+        return {**found, self.loss: None}
 
     def is_wide(self, leaf: str) -> bool:
         """Whether a leaf's gradient is computed in float32 alone."""

@@ -169,7 +169,7 @@ class Agreement:
         )
 
     def propose_norm(self, squares: ownership.Squares, settings: int) -> message.Exchange:
-        """Begin an agreement over a norm, and the settings that it is clipped by, alone."""
+        """Begin an agreement over a norm alone; ``settings`` must be equal on all ranks."""
         assert self.ranks is not None
         zero = torch.zeros((), device=squares.sums.device)
         mine = message.Mine(zero, None, zero, zero, settings, 0, 0, *squares)

@@ -121,9 +121,9 @@ class GradCheck:
             # Somebody may call this before any loss was scaled.
             is_made = self.scale.counts is not None
             unscales = not is_made or inv_scale is not self.scale.one
-            if not torch.compiler.is_compiling():
+            if is_made and not torch.compiler.is_compiling():
                 self._collected = collected
-                if self.watcher is not None and is_made:
+                if self.watcher is not None:
                     self._show(self.watcher, optimizer, collected, unscales)
             return grads.unscale_and_check_(collected[0], inv_scale, found_inf, unscales)
 
@@ -236,9 +236,10 @@ class GradCheck:
         self, found_inf: Tensor, bad_loss: Tensor | None, squares: ownership.Squares | None
     ) -> message.Exchange:
         """Begin an agreement of the ranks; flags are 0-d float32 on the scaler's device."""
-        # What the gradients are clipped to, where this agreement measures them for that.
-        max_norm = None if squares is None else self.outcome.max_norm
-        state, settings = self.scale.require("step"), self.scale.settings_hash(max_norm)
+        state = self.scale.require("step")
+        # What the gradients are clipped to counts where they are measured for that.
+        limit = None if squares is None else self.outcome.max_norm
+        settings = self.scale.settings_hash(limit)
         return self.agreement.propose(found_inf, bad_loss, state, settings, squares)
 
     def found(self, known: OptimizerStep) -> Tensor:
@@ -269,15 +270,13 @@ class GradCheck:
         float32 each."""
         if self.scale.scale is None or self.scale.counts is None:
             self.scale.require("update")
-        checked = self.steps.checked()
-        dropped = [flags for known in self.steps.all() for flags in known.dropped]
-        if required and not checked and not dropped:
-            raise AssertionError("No inf checks were recorded prior to update.")
+        checked, dropped = self.steps.checked(), self.steps.dropped()
         flags = [(self.found(known), known.bad_loss) for known in checked] + dropped
+        if required and not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
         losses = [bad_loss for _, bad_loss in flags if bad_loss is not None]
-        return _total([found for found, _ in flags], self.scale.zero), _total(
-            losses, self.scale.zero
-        )
+        founds = [found for found, _ in flags]
+        return _total(founds, self.scale.zero), _total(losses, self.scale.zero)
 
     # After a skip.
 
@@ -316,9 +315,8 @@ class GradCheck:
         if self.scale.scale is None:  # the scaler is disabled: nothing was checked
             ownership.sum_partials_(optimizer)
             device = grads.local(next(grads.parameters(optimizer)).detach()).device
-            squares = self._squares(optimizer, device)
             settings = self.scale.settings_hash(self.outcome.max_norm)
-            exchange = self.agreement.propose_norm(squares, settings)
+            exchange = self.agreement.propose_norm(self._squares(optimizer, device), settings)
         else:
             squares = self._squares(optimizer, self.scale.device)
             exchange = self.propose(self.found(known), known.bad_loss, squares)

@@ -170,10 +170,9 @@ class DeviceScale:
         return self.init_hysteresis_tracker if tracker is None else int(tracker)
 
     def settings_hash(self, max_norm: float | None) -> int:
-        """A hash of the policy and of what is clipped to, from 0 to 2**52; of numbers, hence the
-        same in every process."""
-        limit = -1.0 if max_norm is None else float(max_norm)
-        return hash((*numbers(self.policy), limit)) % 2**52
+        """Of the policy and of what is clipped to, from 0 to 2**52; of numbers, hence the same in
+        every process."""
+        return hash((*numbers(self.policy), -1.0 if max_norm is None else float(max_norm))) % 2**52
 
     # Checkpoints.
 

@@ -88,17 +88,17 @@ class Watch:
 
 def note(check: GradCheck) -> None:
     """A loss is scaled: look after what lies unscaled, and forget what was cleared."""
-    for known in check.steps.all():
-        optimizer = None if known.optimizer is None else known.optimizer()
-        if optimizer is None or known.entry["stage"] is not OptState.UNSCALED:
+    for known in check.steps.unscaled():
+        optimizer = known.optimizer and known.optimizer()
+        if optimizer is None:
             continue
         if all(param.grad is None for param in parameters(optimizer)):
-            _begin_anew(check, known)
+            known.begin_anew(check.found(known))
         elif known.watch is None:
             known.watch = Watch(optimizer)
 
 
-def refresh(check: GradCheck, known: OptimizerStep) -> None:
+def heed(check: GradCheck, known: OptimizerStep) -> None:
     """Before unscaled gradients are used: begin anew if they are those of a later pass.
 
     Raises:
@@ -110,13 +110,7 @@ def refresh(check: GradCheck, known: OptimizerStep) -> None:
     if verdict == MIXED:
         raise RuntimeError(_MIXED_REFUSED)
     if verdict == FRESH:
-        _begin_anew(check, known)
-
-
-def _begin_anew(check: GradCheck, known: OptimizerStep) -> None:
-    """As before ``unscale_``; an overflow in what was dropped still counts in ``update``."""
-    found = check.found(known)
-    known.begin_anew((found, known.bad_loss))
+        known.begin_anew(check.found(known))
 
 
 def _noting(watch: Watch, param: Tensor) -> Any:

@@ -7,9 +7,9 @@ known belongs to it and is forgotten with it.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,17 +40,19 @@ class OptimizerStep:
     """Whether the overflow report has seen these gradients."""
     needs_largest: bool = False
     """Whether somebody waits for the largest magnitude of these gradients."""
-    optimizer: Callable[[], torch.optim.Optimizer | None] | None = None
-    """A weak reference to it, once its gradients were unscaled."""
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    """Whose gradients lie unscaled."""
     watch: Any = None
-    """Looks after unscaled gradients while a loss is scaled, see ``later_backward.py``."""
-    dropped: tuple[tuple[Tensor, Tensor | None], ...] = ()
-    """The flags of gradients that were unscaled and then dropped, and those of their losses."""
+    """Looks after them, see ``later_backward``."""
+    dropped: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    """Flags, of gradients and of losses, of what was unscaled and then dropped; 0-d float32."""
 
-    def begin_anew(self, dropped: tuple[Tensor, Tensor | None]) -> None:
-        """As before ``unscale_``, but for the flags of what was found and then dropped."""
+    def begin_anew(self, found_inf: Tensor) -> None:
+        """As before ``unscale_``; an overflow in what is dropped still counts in ``update``."""
+        self.dropped.append((found_inf, self.bad_loss))
         self.entry.update(fresh_entry())
-        self.__init__(self.entry, dropped=(*self.dropped, dropped))
+        self.bad_loss = self.norm = self.optimizer = self.watch = None
+        self.is_reported = False
 
 
 class OptimizerSteps:
@@ -83,9 +85,16 @@ class OptimizerSteps:
                 found.append(step if known else OptimizerStep(entry))
         return found
 
-    def all(self) -> list[OptimizerStep]:
-        """Those that torch's dict still holds."""
-        return [s for key, s in self._steps.items() if self.entries.get(key) is s.entry]
+    def unscaled(self) -> list[OptimizerStep]:
+        """Those whose gradients lie unscaled."""
+        return [step for step in self._current() if step.entry["stage"] is OptState.UNSCALED]
+
+    def dropped(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The flags of all that was dropped."""
+        return [flags for step in self._current() for flags in step.dropped]
+
+    def _current(self) -> list[OptimizerStep]:
+        return [step for key, step in self._steps.items() if self.entries.get(key) is step.entry]
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """As if nothing had been tried."""

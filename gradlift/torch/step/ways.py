@@ -20,7 +20,7 @@ from gradlift.torch.step import closures, fused, grads
 from gradlift.torch.step.check import GradCheck, Unscale
 from gradlift.torch.step.fused import Arguments
 from gradlift.torch.step.optimizer_step import OptimizerStep
-from gradlift.torch.two_pass.reference import Measure
+from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 

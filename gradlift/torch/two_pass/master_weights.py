@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from gradlift.torch.step.grads import local
 from gradlift.torch.two_pass import master_state
-from gradlift.torch.two_pass.reference import follow_
+from gradlift.torch.two_pass.cpu_passes import follow_
 from gradlift.torch.two_pass.two_pass import TwoPassStep
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -2,7 +2,8 @@
 
 See ``two_pass`` for what lives where and why. Everything here is about the moments at which that
 matters: state is made, torch's own ``step()`` runs, a checkpoint is taken or loaded. State of a
-DTensor is a DTensor like it, as torch makes it; a ``Slot`` holds what of both lies on this rank.
+DTensor is a DTensor like it, as torch makes it; ``ParamTensors`` hold what of both lies on this
+rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from gradlift.torch.step.grads import local
 from gradlift.torch.step.readback import capturing
-from gradlift.torch.two_pass.tables import Rule, Slot
+from gradlift.torch.two_pass.tables import ParamTensors, Rule
 
 
 class DeviceState:
@@ -33,7 +34,7 @@ class DeviceState:
     def __init__(self, optimizer: Optimizer, wide: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._wide = wide
-        self._slots: dict[Tensor, Slot] = {}
+        self._slots: dict[Tensor, ParamTensors] = {}
         self._inner: list[dict[str, Any]] = []
         self._values: list[Any] = []
         self._tensors: list[Tensor] = []
@@ -70,10 +71,14 @@ class DeviceState:
         self._tensors = [t for slot in self._slots.values() for t in slot if t is not None]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
-    def slot(self, param: Tensor, low: Tensor | None) -> Slot:
+    def slot(self, param: Tensor, low: Tensor | None) -> ParamTensors:
         """The tensors of ``param``; only itself if it never had a gradient."""
         found = self._slots.get(param)
-        return Slot(local(param), None if low is None else local(low)) if found is None else found
+        return (
+            ParamTensors(local(param), None if low is None else local(low))
+            if found is None
+            else found
+        )
 
     def prepare(
         self,
@@ -108,7 +113,7 @@ class DeviceState:
             self._make(param, rule)
             low = lows.get(param)
             low = None if low is None else local(low)
-            slots[param] = Slot(local(param), low, *self._state_of(param, rule))
+            slots[param] = ParamTensors(local(param), low, *self._state_of(param, rule))
             taken = self._taken(param, slots[param], rule, had)
             if isinstance(taken, Tensor):
                 slots[param] = slots[param]._replace(taken=taken)
@@ -144,7 +149,7 @@ class DeviceState:
         found = [local(self.optimizer.state[param][name]) for name in names]
         return [*found, *[None] * (3 - len(found))]
 
-    def _taken(self, param: Tensor, slot: Slot, rule: Rule, had: bool) -> Tensor | float:
+    def _taken(self, param: Tensor, slot: ParamTensors, rule: Rule, had: bool) -> Tensor | float:
         """The counter on the device, or the number to start one with."""
         if rule.kind == "adam":
             step = local(self.optimizer.state[param]["step"])
@@ -156,8 +161,8 @@ class DeviceState:
         return float(had)
 
     def _counted(
-        self, slots: dict[Tensor, Slot], counts: dict[Tensor, float], adam: bool
-    ) -> dict[Tensor, Slot]:
+        self, slots: dict[Tensor, ParamTensors], counts: dict[Tensor, float], adam: bool
+    ) -> dict[Tensor, ParamTensors]:
         if counts:
             device = next(iter(counts)).device
             counters = torch.tensor(list(counts.values()), dtype=torch.float32, device="cpu").to(
@@ -199,7 +204,7 @@ class DeviceState:
         return dict(zip(counters, torch.stack([*counters.values()]).tolist(), strict=True))
 
     @torch.no_grad()
-    def _is_counted_by(self, param: Tensor, slot: Slot) -> bool:
+    def _is_counted_by(self, param: Tensor, slot: ParamTensors) -> bool:
         """Whether the state is still the one that ``slot`` counts the steps of: a state that was
         loaded since has its own count."""
         state = self.optimizer.state.get(param, {})

@@ -349,7 +349,7 @@ class UpdateKey(NamedTuple):
     aligned: bool
 
 
-class Slot(NamedTuple):
+class ParamTensors(NamedTuple):
     """The tensors of one parameter, all of its shape and memory order but for ``taken``."""
 
     param: Tensor
@@ -378,13 +378,13 @@ class UpdateTable(Table):
         slots: The tensors of each row.
         kind: Of the rules, the same for all rows.
         groups: int32 ``[n]``: the param group of each row.
-        pointers: int64 ``[6, n]``: addresses in the order of ``Slot``, 0 where there is none.
+        pointers: int64 ``[6, n]``: addresses in ``ParamTensors``' order, 0 where there is none.
         coefs: float32 ``[n, 16]``: scratch, the numbers each row's update needs.
         lists: What the plain path keeps with the table.
     """
 
     def __init__(
-        self, slots: list[Slot], rules: list[Rule], groups: list[int], grads: GradTable
+        self, slots: list[ParamTensors], rules: list[Rule], groups: list[int], grads: GradTable
     ) -> None:
         columns = [
             [0 if t is None else t.data_ptr() for t in column]
@@ -413,7 +413,9 @@ class UpdateTable(Table):
         return rows.values()
 
 
-def _update_key(slot: Slot, rule: Rule, grad: GradKey, addresses: tuple[int, ...]) -> UpdateKey:
+def _update_key(
+    slot: ParamTensors, rule: Rule, grad: GradKey, addresses: tuple[int, ...]
+) -> UpdateKey:
     aligned = grad.aligned and all(address % ALIGNMENT == 0 for address in addresses)
     state = None if slot.first is None else slot.first.dtype
     low = None if slot.low is None else slot.low.dtype

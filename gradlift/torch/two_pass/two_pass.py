@@ -35,9 +35,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from gradlift.torch.ranks import groups as distributed
 from gradlift.torch.step.grads import local
-from gradlift.torch.two_pass import reference
+from gradlift.torch.two_pass import cpu_passes
+from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.optimizer_state import DeviceState, HandOver, same, same_order
-from gradlift.torch.two_pass.reference import Measure
 from gradlift.torch.two_pass.tables import (
     HYPERS,
     DeviceList,
@@ -86,7 +86,7 @@ class TwoPassStep:
         self._hypers: DeviceList | None = None
         self._rules: list[Rule] = []
         self._stateless: set[int] = set()
-        self._backend: ModuleType = reference
+        self._backend: ModuleType = cpu_passes
         self._state = DeviceState(self.optimizer, self._stochastic)
 
     @classmethod
@@ -168,7 +168,7 @@ class TwoPassStep:
     @torch._disable_dynamo
     @torch.no_grad()
     def measure(self, scale: Tensor, found_inf: Tensor, *, amax: bool = True) -> Measure:
-        """Pass 1, over the gradients of the last ``gather``; see ``reference.measure``."""
+        """Pass 1, over the gradients of the last ``gather``; see ``cpu_passes.measure``."""
         assert self._grads is not None, _UNREADY
         return self._backend.measure(self._grads, scale, found_inf, amax=amax)
 
@@ -181,7 +181,7 @@ class TwoPassStep:
         norm: Tensor,
         max_norm: float,
     ) -> None:
-        """Pass 2, with the optimizer's step hooks around it; see ``reference.update``.
+        """Pass 2, with the optimizer's step hooks around it; see ``cpu_passes.update``.
 
         Hooks run whether or not the device skips, and see the gradients as backward left them,
         as they do with a fused optimizer under torch's scaler.
@@ -243,7 +243,7 @@ class TwoPassStep:
 
             self._backend = check_pass
         else:
-            self._backend = reference
+            self._backend = cpu_passes
 
     def _refresh(self, params: list[Tensor], grads: list[Tensor | None]) -> str | None:
         groups = self.optimizer.param_groups
