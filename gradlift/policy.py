@@ -52,7 +52,7 @@ class ScaleState(NamedTuple):
 class Static:
     """A constant scale. Overflowing steps are skipped, the scale stays.
 
-    Example:
+    Examples:
         >>> Static(2.0**10).init().scale
         1024.0
     """
@@ -93,7 +93,7 @@ class Dynamic:
         on_floor: what to do when an overflow finds the scale at ``min_scale``: ``"hold"`` it
             silently, ``"warn"`` once, ``"raise"``, or a callable that gets the scaler.
 
-    Example:
+    Examples:
         >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
         >>> state = policy.init()
         >>> for found_inf in (True, False, False):

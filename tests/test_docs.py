@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_page import blocks
+from run_page import blocks, run
 
 from gradlift import Dynamic
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
@@ -58,6 +58,14 @@ def test_the_blocks_of_a_page_run_as_printed(page: str):
         timeout=600,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_block_that_fails_fails_at_its_line(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- not run: no -->\n```python\n1 / 0\n```\n```python\nx = 1\nx.y\n```\n")
+    with pytest.raises(AttributeError) as failure:
+        run(page)
+    assert failure.traceback[-1].lineno == 6  # counted from 0
 
 
 def test_blocks_that_are_not_run_say_why():
@@ -138,6 +146,15 @@ def test_every_preset_is_named():
     assert len(presets) == 10
     for name in presets:
         assert f"`Dynamic.{name}()`" in PAGES["docs/quick-start.md"]
+
+
+@pytest.mark.parametrize("package", ["", "torch", "plan", "report", "jax", "keras"])
+def test_every_public_name_is_in_the_reference(package: str):
+    source = (ROOT / "gradlift" / package / "__init__.py").read_text()
+    names = re.findall(r'"(\w+)"', source.partition("__all__ = [")[2])
+    assert names
+    for name in names:
+        assert re.search(rf"\b{name}\b", PAGES["docs/api.md"]), name
 
 
 def test_the_version_of_python_is_the_package_s():
