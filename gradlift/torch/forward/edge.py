@@ -50,14 +50,22 @@ class OutputPeaks:
     def warn(self) -> None:
         """Say once of each module that its output has come close; waits for what was sent."""
         sent, self._sent = self._sent, []
-        for names, peaks in sent:
-            for name, peak in zip(names, peaks.wait().tolist(), strict=True):
-                if name not in self._said and LARGEST / 2**CLOSE < peak <= LARGEST:
-                    self._said.add(name)
-                    warnings.warn(
-                        f"gradlift: the float16 output of {name or 'the model'} comes up to "
-                        f'{peak:.4g}, and float16 ends at 65504: forward="mend" mends it should it '
-                        "go beyond; see docs/troubleshooting.md#close-to-float16s-largest-number",
-                        RuntimeWarning,
-                        stacklevel=5,
-                    )
+        told = [
+            (n, p) for names, row in sent for n, p in zip(names, row.wait().tolist(), strict=True)
+        ]
+        new = {
+            name: peak
+            for name, peak in told
+            if name not in self._said and LARGEST / 2**CLOSE < peak <= LARGEST
+        }
+        self._said |= new.keys()
+        if new:
+            named = [f"{name or 'the model'} (up to {peak:.4g})" for name, peak in new.items()]
+            more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+            warnings.warn(
+                f"gradlift: close to float16's largest number, 65504: the output of "
+                f'{", ".join(named[:4])}{more}; forward="mend" mends what goes beyond it, see '
+                "docs/troubleshooting.md#close-to-float16s-largest-number",
+                RuntimeWarning,
+                stacklevel=5,
+            )
