@@ -18,6 +18,7 @@ import pytest
 from run_page import blocks, run
 
 from gradlift import Dynamic
+from gradlift.policy import PRESETS
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
 from gradlift.report.writers import COLUMNS
 
@@ -142,9 +143,8 @@ def test_every_column_is_a_field():
 
 
 def test_every_preset_is_named():
-    presets = [n for n, v in vars(Dynamic).items() if isinstance(v, classmethod)]
-    assert len(presets) == 10
-    for name in presets:
+    assert set(PRESETS) == {n for n, v in vars(Dynamic).items() if isinstance(v, classmethod)}
+    for name in PRESETS:
         assert f"`Dynamic.{name}()`" in PAGES["docs/quick-start.md"]
 
 
