@@ -261,6 +261,10 @@ def _batches(task: Task, rows: int) -> Iterator[Tensor]:
         )
 
 
+# Of ten digits.
+CHANCE = 0.1
+
+
 @torch.no_grad()
 def _judge(
     task: Task,
@@ -279,9 +283,9 @@ def _judge(
 
 
 def learned(result: Result, results: Sequence[Result]) -> bool:
-    """Whether a run came near the float32 run of its task."""
+    """Whether a run came near the float32 run of its task, and that one beyond chance."""
     exact = next(r for r in results if r.task == result.task and r.way == "float32")
-    return result.accuracy > exact.accuracy - 0.15
+    return result.accuracy > max(exact.accuracy - 0.15, 2 * CHANCE)
 
 
 def make_table(task: Task, results: Sequence[Result]) -> Table:

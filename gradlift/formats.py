@@ -76,7 +76,7 @@ FORMATS = {
 def get(format: str | Format | torch.dtype) -> Format:
     """The format of that name, or of a torch dtype; a ``Format`` is returned as it is.
 
-    Example:
+    Examples:
         >>> get("float16").min_subnormal
         -24
     """
@@ -137,7 +137,7 @@ def round_to(
     Returns:
         A float, or a new tensor of the shape, dtype and device of ``x``, outside the graph.
 
-    Example:
+    Examples:
         >>> round_to(3.3, "float8_e5m2"), round_to(1e6, "float8_e4m3fn")
         (3.5, 448.0)
     """

@@ -52,7 +52,7 @@ class ScaleState(NamedTuple):
 class Static:
     """A constant scale. Overflowing steps are skipped, the scale stays.
 
-    Example:
+    Examples:
         >>> Static(2.0**10).init().scale
         1024.0
     """
@@ -93,7 +93,7 @@ class Dynamic:
         on_floor: what to do when an overflow finds the scale at ``min_scale``: ``"hold"`` it
             silently, ``"warn"`` once, ``"raise"``, or a callable that gets the scaler.
 
-    Example:
+    Examples:
         >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
         >>> state = policy.init()
         >>> for found_inf in (True, False, False):
@@ -214,6 +214,10 @@ class Dynamic:
 
 
 _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, "on_floor": "hold"}
+
+PRESETS = ("torch", "keras", "apex", "mxnet", "flax", "jmp", "deepspeed", "megatron", "fairseq",
+           "mindspore")  # fmt: skip
+"""Other systems whose numbers ``Dynamic`` has, by the names of its class methods."""
 
 Policy = Static | Dynamic
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from gradlift.forecast import predict
-from gradlift.pilot import PATIENCE
 from keras import ops
 from keras_on_backend import (
     BACKEND,
@@ -32,6 +30,8 @@ from keras_on_backend import (
 from gradlift import Dynamic, Static
 from gradlift.keras import Adaptive, LossScaleLogger, LossScaleOptimizer
 from gradlift.keras.adaptive import NOTHING, exponent_of, power_of_two, predicted
+from gradlift.plan.forecast import predict
+from gradlift.plan.pilot import PATIENCE
 
 if BACKEND == "tensorflow":
     import tensorflow as tf

@@ -648,6 +648,28 @@ def an_optimizer_that_uneven_inputs_do_not_know_is_refused() -> None:
 
 
 @case(2)
+def what_broke_a_step_on_one_rank_is_told_to_all() -> None:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = GradScaler("cpu", model=model)
+    batch = torch.randn(3, 4)
+    if dist.get_rank() == 1:
+        batch[1, 2] = math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    cause = scaler.last_cause
+    assert cause is not None
+    assert (cause.kind, cause.rank, cause.nans) == ("input", 1, 1)
+    assert everyone(str(cause)) == [str(cause)] * 2
+
+
+@case(2)
 def a_max_norm_of_its_own_is_refused() -> None:
     number, or_none = 0.5 + dist.get_rank(), None if on_first() else 1.0
     for mine, unscales in ((number, False), (number, True), (or_none, False)):

@@ -1,7 +1,9 @@
 """What a user gets from an install: no framework pulled in, types, clear errors."""
 
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import resources
 from pathlib import Path
 
@@ -45,3 +47,18 @@ def test_installing_gradlift_alone_pulls_nothing():
 
 def test_the_package_is_typed():
     assert resources.files("gradlift").joinpath("py.typed").is_file()
+
+
+def test_the_sdist_holds_all_that_its_tests_and_pages_need(tmp_path):
+    source = tmp_path / "source"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site")
+    shutil.copytree(ROOT, source, ignore=left_out)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("benchmarks", "docs", "examples", "gradlift", "tests", "tests_mxnet"):
+        for file in (ROOT / folder).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                assert str(file.relative_to(ROOT)) in held
+    assert {"Makefile", "mkdocs.yml", "requirements-demo.txt", "CHANGELOG.md"} <= held

@@ -190,6 +190,19 @@ def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path):
     assert [r.step for r in read(path).records] == [1, 2]
 
 
+def test_a_folder_that_vanishes_ends_the_recording_and_not_the_training(tmp_path: Path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    writer = JsonlWriter(folder / "run.jsonl")
+    (folder / "run.jsonl").unlink()
+    folder.rmdir()
+    with pytest.warns(RuntimeWarning) as told:
+        writer.write([StepRecord(0, 8.0)])
+    assert any("gradlift stopped recording" in str(w.message) for w in told)
+    writer.write([StepRecord(1, 8.0)])
+    writer.close()
+
+
 def test_a_folder_is_no_file(tmp_path: Path):
     with pytest.raises(ValueError, match="it is a folder; name a file in it"):
         JsonlWriter(tmp_path)

@@ -14,7 +14,8 @@ from gradlift.report import read
 from gradlift.torch import AdaptiveGradScaler, ForwardGuard, GradScaler
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:gradlift. the loss is inf or NaN:RuntimeWarning", "error:.*never.*:UserWarning"
+    "ignore:gradlift. the loss is inf or NaN:RuntimeWarning",
+    "ignore:gradlift. close to float16's largest number:RuntimeWarning",
 )
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -234,3 +235,15 @@ def test_a_word_that_is_none(forward: object):
         GradScaler("cpu", model=network(), forward=forward)
     with pytest.raises(ValueError, match="needs the model"):
         GradScaler("cpu", forward="mend")
+
+
+def test_an_output_close_to_the_edge_is_said_before_it_breaks():
+    model = network()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(8) * 1e4)
+    run = Run(model, AdaptiveGradScaler(model, "cpu"))
+    with pytest.warns(RuntimeWarning, match=r"65504: the output of 0 \(up to \d"):
+        run.step(X.clamp(-3.0, 3.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.steps(5, X.clamp(-3.0, 3.0))

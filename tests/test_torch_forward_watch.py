@@ -269,6 +269,17 @@ def test_without_a_model_the_class_is_named():
     assert watch.cause(()).name == "Linear"
 
 
+def test_a_loss_from_before_the_watch_is_an_input_of_it():
+    model = Model()
+    loss = cross_entropy(model(torch.randn(2, 5, 4))) * math.nan
+    watch = StepWatch(model)
+    watch.start()
+    watch.see_loss(loss)
+    (loss * 2.0).backward()
+    cause = watch.cause([p.grad for p in model.parameters() if p.grad is not None])
+    assert cause.kind == "input"
+
+
 def test_a_step_that_raises_leaves_nothing_behind():
     watch = StepWatch()
     watch.start()

@@ -62,8 +62,8 @@ from test_torch_cuts_rules import (
 )
 from torch import nn
 
-from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive import arming, cuts, engine, exponents, graph, names, outputs
+from gradlift.torch import AdaptiveGradScaler, names
+from gradlift.torch.adaptive import arming, cuts, engine, exponents, graph, outputs
 from gradlift.torch.adaptive.arming import ArmedGraphs
 from gradlift.torch.adaptive.cuts import Cut, LeafReturn
 from gradlift.torch.adaptive.engine import Engine

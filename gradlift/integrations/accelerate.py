@@ -251,7 +251,7 @@ class PreparedScaler:
             return torch.nn.utils.get_total_norm(grads, norm_type) / self.scaler.get_scale()
         norm = self._clip(clip, parameters, max_norm, norm_type)
         if norm_type == 2 and type(norm) is Tensor:
-            for_trainers.set_grad_norm(self.scaler, norm.detach().float())
+            for_trainers.set_grad_norm(self.scaler, norm.detach().float(), float(max_norm))
         return norm
 
     def _clip_grad_value_(

@@ -188,7 +188,7 @@ class _Scaling:
         if any(hasattr(p.grad, "full_tensor") for p in parameters):  # shards: torch knows the whole
             norm = torch.nn.utils.clip_grad_norm_(parameters, float(clip_val))
             whole: Any = norm.full_tensor()  # type: ignore[attr-defined]
-            for_trainers.set_grad_norm(self.scaler, whole.float())
+            for_trainers.set_grad_norm(self.scaler, whole.float(), float(clip_val))
         else:
             for_trainers.clip_unscaled_(self.scaler, optimizer, float(clip_val))
 
@@ -339,7 +339,7 @@ class GradLiftFSDPPrecision(
         if not hasattr(self._root, "clip_grad_norm_"):
             return super().clip_grad_by_norm(optimizer, clip_val)
         norm = self._root.clip_grad_norm_(float(clip_val))  # type: ignore[union-attr]
-        for_trainers.set_grad_norm(self.scaler, norm.float())
+        for_trainers.set_grad_norm(self.scaler, norm.float(), float(clip_val))
         return None
 
 

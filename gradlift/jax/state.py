@@ -85,7 +85,7 @@ def init(policy: Policy | None = None) -> LossScaleState:
     Args:
         policy: a ``Static`` or a ``Dynamic``; ``Dynamic()`` when left out.
 
-    Example:
+    Examples:
         >>> state = init(Dynamic(init_scale=8.0))
         >>> float(update(state, jnp.array(False)).scale)
         4.0

@@ -1,6 +1,6 @@
 """One scale that is predicted: the largest gradient of each step tells the next exponent.
 
-The part of ``gradlift.pilot`` that needs no layer, on the device: it works inside ``tf.function``
+The part of ``plan.pilot`` that needs no layer, on the device: it works inside ``tf.function``
 and ``jax.jit``, and nothing waits for the host. In pseudo-code; ``follow`` has the same shape::
 
     an overflow:  the rule has lowered the scale; no exponent that high again with gradients
@@ -23,7 +23,7 @@ import keras
 
 from gradlift.formats import get
 from gradlift.keras.pending import dense
-from gradlift.pilot import PATIENCE
+from gradlift.plan.pilot import PATIENCE
 from gradlift.policy import Dynamic, ScaleState
 
 # Keras has no types; what its decorators let a checker infer is wrong.

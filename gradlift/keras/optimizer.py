@@ -20,7 +20,7 @@ import keras
 from gradlift.keras.adaptive import NOTHING, Adaptive, Trend, follow, largest
 from gradlift.keras.found import Found, counts_of, from_counts
 from gradlift.keras.pending import Pending
-from gradlift.pilot import PATIENCE
+from gradlift.plan.pilot import PATIENCE
 from gradlift.policy import Dynamic, ScaleState, Static, update
 
 # Keras has no types; what its decorators let a checker infer is wrong.

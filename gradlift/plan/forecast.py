@@ -21,7 +21,7 @@ def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap
         ahead: steps until the next probe takes effect.
         cap: the most to return; a line fitted to a jump would promise the sky.
 
-    Example:
+    Examples:
         >>> growth([0, 100, 200], [-10, -9, -8], ahead=200)
         2
     """
@@ -61,7 +61,7 @@ def predict(
         slack: bits that are left unused rather than chased.
         ahead: steps by which a rising trend is carried on, for ``slack`` bits at most.
 
-    Example:
+    Examples:
         >>> predict(12, [-2, -1, 2], limit=12)
         10
     """

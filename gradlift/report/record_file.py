@@ -66,7 +66,7 @@ class JsonlWriter:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self._begin(records[0].step)
+            self._begin_again(records[0].step)
         self._write(b"".join(encode(record) for record in records))
 
     def close(self) -> None:
@@ -75,6 +75,12 @@ class JsonlWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _begin_again(self, step: int) -> None:
+        try:
+            self._begin(step)
+        except ValueError as error:  # its folder is gone as well
+            warnings.warn(f"gradlift stopped recording: {error}", RuntimeWarning, stacklevel=3)
 
     def _begin(self, step: int) -> None:
         try:

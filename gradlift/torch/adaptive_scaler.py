@@ -73,7 +73,7 @@ class AdaptiveGradScaler(GradScaler):
 
     Args:
         model: the model that the losses come from.
-        device: a device type, as for ``torch.amp.GradScaler``.
+        device: a device type, as for ``torch.amp.GradScaler``; by default the model's.
         format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
             that of the gradients of Linear and Conv outputs.
         tolerance: fraction of a gradient's magnitude that may be flushed to zero.
@@ -97,7 +97,7 @@ class AdaptiveGradScaler(GradScaler):
     def __init__(
         self,
         model: nn.Module,
-        device: str = "cuda",
+        device: str | None = None,
         *,
         format: str | torch.dtype = "float16",
         tolerance: float = 1e-3,
@@ -123,7 +123,7 @@ class AdaptiveGradScaler(GradScaler):
             max_scale=2.0**96,
         )
         super().__init__(
-            device,
+            settings.device_of(model) if device is None else device,
             enabled=enabled,
             policy=policy,
             model=model,

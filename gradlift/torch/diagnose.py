@@ -28,9 +28,9 @@ from gradlift.formats import round_to
 from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.planner import check_limits
 from gradlift.report.diagnosis import FORMATS, Diagnosis, Gradient, Output, best_exponent
-from gradlift.torch.adaptive.names import Names
 from gradlift.torch.adaptive.outputs import is_foreign_pass, tensors_in
 from gradlift.torch.compiled.entry_points import is_compiled
+from gradlift.torch.names import Names
 from gradlift.torch.probe.counting import count_exponents, dense
 
 _NARROW = (torch.float16, torch.bfloat16)

@@ -26,9 +26,10 @@ def set_process_group(scaler: GradScaler, group: Any) -> None:
     scaler._agreement.process_group = group
 
 
-def set_grad_norm(scaler: GradScaler, norm: Tensor) -> None:
-    """A trainer has measured the true gradient's norm, 0-d float32, by itself."""
-    scaler._outcome.grad_norm = norm
+def set_grad_norm(scaler: GradScaler, norm: Tensor, max_norm: float) -> None:
+    """A trainer has measured the true gradient's norm, 0-d float32, and clipped it to
+    ``max_norm`` by itself."""
+    scaler._outcome.grad_norm, scaler._outcome.max_norm = norm, max_norm
 
 
 def clip_unscaled_(scaler: GradScaler, optimizer: torch.optim.Optimizer, max_norm: float) -> None:

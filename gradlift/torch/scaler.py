@@ -3,7 +3,7 @@
 The stages of a step are its methods, in this order: ``scale`` the loss, (the user's) backward,
 ``unscale_`` and check, agree (over ranks), clip, ``step``, ``update``. Decisions are made on the
 device and read back asynchronously, so that nothing waits; what the host does about them (a
-warning, an error) comes at most 50 steps late on a GPU and at once on the CPU.
+warning, an error) comes at most 8 steps late on a GPU and at once on the CPU.
 
 It is a subclass of torch's class and keeps its private names, because frameworks reach for them;
 but it takes nothing on trust from it. The work is done by parts that know no scaler::
@@ -249,6 +249,17 @@ class GradScaler(torch.amp.GradScaler):
                 )
         self._agreement.ownership.mark(found, copies)
 
+    def __repr__(self) -> str:
+        """Waits for the device, to tell the scale."""
+        name = type(self).__name__
+        if not self._enabled:
+            return f"{name}(enabled=False)"
+        skipped = self._device_scale.skipped_steps()
+        return (
+            f"{name}({self._device!r}, scale={self.get_scale():g}, skipped_steps={skipped}, "
+            f"policy={self.policy!r})"
+        )
+
     # Scale.
 
     def scale(self, outputs: Any) -> Any:
@@ -339,7 +350,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         closure, rest, rest_kwargs = closures.split(args, kwargs)
         closures.check_arguments(max_norm, retries, closure)
-        self._outcome.max_norm = max_norm
+        if max_norm is not None:
+            self._outcome.max_norm = max_norm
         if not self._enabled:
             return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
         self._outcome.known_skip = None
@@ -413,6 +425,7 @@ class GradScaler(torch.amp.GradScaler):
             self._device_scale.update_(found, bad_loss)
         else:
             self._device_scale.set_(new_scale, found, self._device)
+        self._outcome.max_norm = None
         self._steps.reset()
         self._losses.end_iteration()
         if not torch.compiler.is_compiling():
@@ -541,6 +554,11 @@ class GradScaler(torch.amp.GradScaler):
         the GPU (fused, or with ``max_norm``) nothing waits for it: a skipped step holds the
         scheduler back 8 calls later.
         """
+        if isinstance(scheduler, torch.optim.Optimizer):
+            raise ValueError(
+                "step_scheduler takes the scheduler, made with torch.optim.lr_scheduler; got the "
+                f"optimizer, {type(scheduler).__name__}"
+            )
         clock = self._clocks.of(scheduler)
         skipped = self._outcome.skip_of(getattr(scheduler, "optimizer", None))
         if skipped is None:
@@ -577,6 +595,8 @@ class GradScaler(torch.amp.GradScaler):
         self._agreement.verify(wait=True)
         if not self._enabled:
             return {}
+        for recorder in self._recorders:
+            recorder.flush()
         own = {
             "hysteresis_tracker": self._device_scale.hysteresis_left(),
             "skipped_steps": self._device_scale.skipped_steps(),

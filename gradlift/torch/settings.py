@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradlift.policy import Dynamic, Policy, Static
+from gradlift.policy import PRESETS, Dynamic, Policy, Static
 from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.zhao2019 import resolve
 
@@ -29,6 +29,12 @@ def _own(value: Any) -> Any:
 # The plain values, and for each an object of its own that stands for it in a signature.
 _PLAIN = {field.name: field.default for field in fields(Dynamic)}
 DEFAULTS: Any = SimpleNamespace(**{name: _own(value) for name, value in _PLAIN.items()})
+
+
+def device_of(model: nn.Module) -> str:
+    """The type of device that a model is on; ``"cuda"`` for one without parameters."""
+    first = next(iter(model.parameters()), None) if isinstance(model, nn.Module) else None
+    return "cuda" if first is None or first.device.type == "meta" else first.device.type
 
 
 def check_device(device: Any) -> None:
@@ -89,7 +95,11 @@ def policy_from(policy: Policy | None, numbers: dict[str, Any], enabled: bool) -
                 raise
             return Dynamic()
     if not isinstance(policy, (Static, Dynamic)):
-        raise ValueError(f"policy must be a Static or a Dynamic, got {policy!r}")
+        presets = ", ".join(f"Dynamic.{name}()" for name in PRESETS)
+        raise ValueError(
+            f"policy must be a gradlift.Static or a gradlift.Dynamic, got {policy!r}; presets are "
+            f"{presets}"
+        )
     if given:
         names = ", ".join(given)
         raise ValueError(f"policy= holds the scale's numbers; give {names} there instead")

@@ -177,6 +177,8 @@ class Controller:
             return
         record = arrived.record()
         survey = arrived.survey(record.exponent)
+        if survey is not None:
+            self.engine.peaks.warn()
         # Reading the report waits for the device, but only after an overflow.
         asks = record.overflow and survey is None
         shift = self.pilot.saw(

@@ -35,10 +35,11 @@ from gradlift.torch.adaptive.cuts import DIFFERENTIATED, Cut, Gate, Marks
 from gradlift.torch.adaptive.end_returns import Waiting
 from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, keys_of, unplanned
 from gradlift.torch.adaptive.graph import Walk
-from gradlift.torch.adaptive.names import Names, check_offsets
 from gradlift.torch.adaptive.outputs import Outputs, Watch, tensors_in, watch
 from gradlift.torch.adaptive.probed_graph import PlannedAt, ProbedGraph
 from gradlift.torch.compiled.entry_points import is_compiled, is_compiled_node
+from gradlift.torch.forward.edge import OutputPeaks
+from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.pipelines import is_rehearsal
 from gradlift.torch.ranks.reductions import gathered_parameters
@@ -105,6 +106,8 @@ class Engine:
         self._out_of_reach = False
         self._closed = False
         self._probed = ProbedGraph()
+        self.peaks = OutputPeaks()
+        """The largest outputs that probes saw."""
         self._planned_at: PlannedAt | None = None
         self.changes = False
         """Whether the model's graph has been another one than active cuts alone can tell of."""
@@ -193,6 +196,7 @@ class Engine:
             if self._compiled is not None:
                 self._compiled.end_probe(seen=not probe.empty)
             probe.send()
+            self.peaks.send()
         return probe
 
     def _note_sight(self, probe: Probe) -> None:
@@ -347,6 +351,8 @@ class Engine:
         if name is not None:
             self._uncalled.pop(name, None)
             self._outputs.cut(name, output)
+            if self._probe is not None:
+                self.peaks.see(name, tensors_in(output))
 
     # Arming.
 

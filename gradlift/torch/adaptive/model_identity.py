@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradlift import schema
-from gradlift.torch.adaptive.names import Names
+from gradlift.torch.names import Names
 from gradlift.torch.ranks.ownership import is_flat
 
 _DIGITS = 32

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlift.torch.adaptive.cuts import Cut
 from gradlift.torch.adaptive.exponents import Assignment, keys_of
-from gradlift.torch.adaptive.names import Names
 from gradlift.torch.compiled.traced_cuts import Region, Slot, Traces
+from gradlift.torch.names import Names
 from gradlift.torch.step.readback import capturing
 
 SITE = "_gradlift_site"

@@ -24,7 +24,6 @@ from torch import nn
 from gradlift.torch.adaptive.cuts import Cut
 from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, module_of
 from gradlift.torch.adaptive.graph import Node, Walk, is_spread
-from gradlift.torch.adaptive.names import Names
 from gradlift.torch.compiled.entry_points import (
     Entries,
     Stance,
@@ -44,6 +43,7 @@ from gradlift.torch.compiled.unprobed import (
     held_against,
     without_unused,
 )
+from gradlift.torch.names import Names
 
 if TYPE_CHECKING:
     from gradlift.torch.adaptive.engine import Engine

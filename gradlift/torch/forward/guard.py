@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from gradlift.torch.adaptive.names import Names
+from gradlift.torch.names import Names
 
 HALF = torch.finfo(torch.float16)
 # Products in half precision are kept this many octaves below the largest number.

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradlift.torch.adaptive.names import Names
 from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
+from gradlift.torch.names import Names
 
 
 class _Written(NamedTuple):
@@ -72,6 +72,12 @@ class StepWatch:
         self._stack: list[tuple[str, int]] = []
         self._calls: list[tuple[int, int, str]] = []
         self._losses: list[tuple[int, int]] = []
+        self._is_measuring = False
+
+    @property
+    def takes_notes(self) -> bool:
+        """Whether operations that run now are the step's."""
+        return self.is_on and not self._is_measuring
 
     @property
     def is_on(self) -> bool:
@@ -112,7 +118,11 @@ class StepWatch:
     def see_loss(self, loss: Tensor) -> None:
         """This tensor, any shape, is a loss; where it is not finite, this is what to explain."""
         if self.is_on:
-            self._losses.extend(self._read((loss,)))
+            # A loss that was made before the watch began is looked at here, and not noted.
+            self._is_measuring = True
+            with torch.no_grad():
+                self._losses.extend(self._read((loss,)))
+            self._is_measuring = False
 
     def cause(self, grads: Iterable[Tensor]) -> Cause | None:
         """What broke the step; None if nothing did. Waits for the device.
@@ -242,7 +252,7 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._watch.is_on:
+        if self._watch.takes_notes:
             with torch.no_grad():
                 self._watch.note(func, args, kwargs or {}, out)
         return out

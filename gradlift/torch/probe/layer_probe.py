@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from gradlift.plan.pilot import Survey
 from gradlift.torch.adaptive.cuts import Cut
 from gradlift.torch.adaptive.graph import Walk
-from gradlift.torch.adaptive.names import Names
+from gradlift.torch.names import Names
 from gradlift.torch.probe.counting import dense
 from gradlift.torch.probe.moments import Sums, times_two_to, together
 from gradlift.torch.probe.probe import Probe

@@ -3,7 +3,7 @@
 Each check of an optimizer's gradients ends in one exchange (``message.py``), begun as soon as this
 rank knows its part and waited for where the result is used. Where ranks differ in what must be
 equal, the device skips the step on all of them and the scale stays as it is; the error follows
-when the host gets to see it, on the CPU before anything else happens and on a GPU at most 50 steps
+when the host gets to see it, on the CPU before anything else happens and on a GPU at most 8 steps
 later, all of them skipped.
 """
 

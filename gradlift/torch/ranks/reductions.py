@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlift.torch.adaptive.names import Names
+from gradlift.torch.names import Names
 from gradlift.torch.ranks.groups import is_fsdp1
 
 

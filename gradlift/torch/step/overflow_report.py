@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlift.torch.adaptive.names import Names
+from gradlift.torch.names import Names
 from gradlift.torch.step.grads import Buckets, Key, Places, local, parameters
 from gradlift.torch.step.readback import capturing, moved_to
 from gradlift.torch.two_pass.tables import DeviceList, GradTable, Table, is_dense, send

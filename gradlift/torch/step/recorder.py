@@ -201,15 +201,19 @@ class Recorder:
         if ready:
             self._writer.write(ready)
 
+    def flush(self) -> None:
+        """Write what is still under way, waiting for it, since a checkpoint now covers it."""
+        if not self._closed:
+            self._send()
+            self._send()
+            self._release(self.step)
+
     def close(self) -> None:
         """Write what is still under way, waiting for it, and say that the run has ended."""
-        if self._closed:
-            return
-        self._closed = True
-        self._send()
-        self._send()
-        self._release(self.step)
-        self._writer.close()
+        if not self._closed:
+            self.flush()
+            self._closed = True
+            self._writer.close()
 
     def __enter__(self) -> Recorder:
         return self

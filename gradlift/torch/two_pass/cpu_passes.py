@@ -1,4 +1,4 @@
-"""The two passes on the CPU; ``tests/test_torch_kernels.py`` has the formulas alone, in float64.
+"""The two passes on the CPU; ``test_torch_kernels_passes.py`` has the formulas alone, in float64.
 
 Two passes over the gradients: ``measure`` reads them once, ``update`` reads them again, applies
 the loss scale and the clip coefficient on the way and leaves them as they are. Both work through

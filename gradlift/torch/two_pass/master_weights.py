@@ -37,7 +37,7 @@ class MasterWeights(Optimizer):
     loaded after this was made, averaged weights swapped in, a mask) wins: a master keeps its own
     bits only where the parameter is still the master rounded.
 
-    Example:
+    Examples:
         >>> model.half()
         >>> optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-3))
         >>> scaler.scale(loss_fn(model(x), y)).backward()

@@ -57,7 +57,7 @@ _UNREADY = "gather() has to come first"
 class TwoPassStep:
     """The two passes of one optimizer; get them with ``TwoPassStep.of``.
 
-    Example:
+    Examples:
         >>> passes = TwoPassStep.of(optimizer)
         >>> if passes.gather() is None:
         ...     found = passes.measure(scale, found_inf)
