@@ -537,6 +537,29 @@ def test_another_pass_that_adds_to_a_gradient_meanwhile_is_never_stepped_with():
         same(gradients(model, engine), gradients(model, None))
 
 
+@pytest.mark.parametrize("armed", [False, True])
+def test_nothing_waits_where_another_graph_adds_to_the_same_leaves(armed, products):
+    """In one pass, so that autograd has added both up before the leaf is reached."""
+    model = Net()
+    engine = following(model)
+
+    def step(engine):
+        model.zero_grad()
+        scaled = loss_of(model) * SCALE
+        # A use of the first layer that no cut is below.
+        other = model.layers[0].weight.pow(2).sum() + loss_of(model, 2 * X)
+        if engine is not None:
+            engine.arm(scaled)
+        other = other * SCALE
+        if engine is not None and armed:
+            engine.arm(other)
+        (scaled + other).backward()
+        return grads_of(model)
+
+    same(step(engine), step(None))
+    assert not products
+
+
 def test_nothing_waits_where_there_are_ranks(monkeypatch, products):
     model = Net()
     engine = following(model)

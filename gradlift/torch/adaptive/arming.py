@@ -18,7 +18,7 @@ from itertools import compress
 import torch
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import Cut, Gate, LeafReturn, Marks, Root
+from gradlift.torch.adaptive.cuts import Cut, Gate, LeafReturn, Marks, Root, starts_at_roots
 from gradlift.torch.adaptive.end_returns import EndReturns, Waiting
 from gradlift.torch.adaptive.flood import flood
 from gradlift.torch.adaptive.graph import Leaves, Node, Walk, walk
@@ -150,7 +150,9 @@ class ArmedGraphs:
 
     def _begin(self, gate: Gate, waiting: Sequence[Waiting], call: passes.Call) -> None:
         if waiting:
-            refused = self.end_returns.begin(waiting, call)
+            # Other graphs may add to the same leaves, at exponents of their own.
+            alone = starts_at_roots(call, gate, self._marks)
+            refused = self.end_returns.begin(waiting, call) if alone else waiting
             self.hook_now(gate, (group for group in refused if group.shift))
 
     def disarm(self) -> None:

@@ -9,13 +9,13 @@ component's exponent, and a few ``_foreach_mul_`` bring all of them back in the 
     end     one product for each device, dtype and exponent
 
 A leaf may wait if its gradient is made by one node, in this pass, and in no other: it has none yet,
-the pass was asked for all gradients, nothing is hooked on the leaf, there are no ranks, and no
-Function in the graph could start a pass of its own. A second pass that adds to the same gradient
-all the same (started by a hook, or in another thread) shows in the gradient's version. One that
-autograd has only put there has version 0; if it had to copy it, 1, and then the numbers of passes
-tell whether there was another. What cannot be told apart is made NaN, so that no step is taken with
-it, and from then on none waits. Leaves whose gradient does not come with version 0 are remembered,
-from probes too, and do not wait.
+the pass goes over one armed graph alone and was asked for all gradients, nothing is hooked on the
+leaf, there are no ranks, and no Function in the graph could start a pass of its own. A second pass
+that adds to the same gradient all the same (started by a hook, or in another thread) shows in the
+gradient's version. One that autograd has only put there has version 0; if it had to copy it, 1, and
+then the numbers of passes tell whether there was another. What cannot be told apart is made NaN, so
+that no step is taken with it, and from then on none waits. Leaves whose gradient does not come with
+version 0 are remembered, from probes too, and do not wait.
 
 A pass that raises never ends, but torch drops the callback then, and that counts as the end:
 nothing is left at an exponent of its own.
