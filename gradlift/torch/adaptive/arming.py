@@ -162,8 +162,12 @@ class ArmedGraphs:
 
 
 def _waiting(leaves: Leaves, chosen: list[bool], shift: int) -> Waiting:
-    columns = leaves.leaves, leaves.nodes, leaves.positions
-    return Waiting(shift, *(list(compress(column, chosen)) for column in columns))
+    return Waiting(
+        shift,
+        list(compress(leaves.leaves, chosen)),
+        list(compress(leaves.nodes, chosen)),
+        list(compress(leaves.positions, chosen)),
+    )
 
 
 def edges_below(tensor: torch.Tensor) -> list[Edge]:
