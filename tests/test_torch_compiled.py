@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.compiled.factors import Pool, _recompile_limit, make_agree
-from gradlift.torch.compiled.traced_cuts import Slot, Traces
+from gradlift.torch.compiled.traced_cuts import FactorPair, Traces
 
 pytestmark = MARKS
 
@@ -298,7 +298,7 @@ def test_a_plan_for_another_graph_is_exact_in_both():
 
 
 def test_regions_that_share_factors_agree_or_are_neutral():
-    a, b, c, d = (Slot(torch.device("cpu"), number) for number in range(4))
+    a, b, c, d = (FactorPair(torch.device("cpu"), number) for number in range(4))
     found = [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8)}]
     make_agree(found)
     assert found == [{a: (1, 2), b: (3, 4)}, {b: (3, 4), c: (5, 6)}, {d: (7, 8)}]
@@ -346,7 +346,7 @@ def test_two_passes_in_one_trace_bring_gradients_back_once_each():
 
     def passes(w, x, shift, back):
         hidden = w * x
-        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        traces.place(hidden, "m", 0, FactorPair(torch.device("cpu"), 0), shift, back)
         loss = hidden.tanh().sum()
         (first,) = torch.autograd.grad(loss, [w], retain_graph=True)
         (second,) = torch.autograd.grad(loss, [w])
@@ -369,7 +369,7 @@ def test_a_pass_to_an_intermediate_tensor_has_no_cuts_in_a_trace():
     def passes(w, x, shift, back):
         middle = w * x
         hidden = middle.sin()
-        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        traces.place(hidden, "m", 0, FactorPair(torch.device("cpu"), 0), shift, back)
         return torch.autograd.grad(hidden.tanh().sum(), [middle, w])
 
     traced = make_fx(passes)(w, x, torch.tensor(8.0), torch.tensor(0.125))
@@ -384,7 +384,7 @@ def test_a_pass_that_is_differentiated_in_a_trace_has_no_cuts():
 
     def passes(w, x, shift, back):
         hidden = w * x
-        traces.place(hidden, "m", 0, Slot(torch.device("cpu"), 0), shift, back)
+        traces.place(hidden, "m", 0, FactorPair(torch.device("cpu"), 0), shift, back)
         (first,) = torch.autograd.grad((hidden.tanh() * hidden).sum(), [w], create_graph=True)
         return first, *torch.autograd.grad(first.square().sum(), [w])
 

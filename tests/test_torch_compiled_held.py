@@ -263,7 +263,7 @@ def test_a_branch_without_any_planned_module_is_met_and_planned(pattern):
 
 
 @pytest.mark.parametrize("every", range(2, 7))
-def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypatch):
+def test_an_uncut_graph_is_probed_for_until_its_own_step_is_met(every, monkeypatch):
     class Known:
         next_functions, _forward_cls = (), int
 
@@ -271,8 +271,8 @@ def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypa
         next_functions, _forward_cls = (), str
 
     monkeypatch.setattr(unprobed, "is_compiled_node", lambda node: True)
-    strange = unprobed.Strange()
-    strange.met([Known()], 1)
+    uncut = unprobed.UncutGraphs()
+    uncut.met([Known()], 1)
     due, met, probes = False, False, 0
     for step in range(1, 100):
         other = step % every == 0
@@ -280,7 +280,7 @@ def test_a_strange_graph_is_probed_for_until_its_own_step_is_met(every, monkeypa
             # A probe runs uncompiled: there is no graph to look at.
             due, met, probes = False, met or other, probes + 1
         else:
-            due = strange.met([Other() if other else Known()], 1)
+            due = uncut.met([Other() if other else Known()], 1)
     assert met
     assert probes <= unprobed.MOST_TRIES
 

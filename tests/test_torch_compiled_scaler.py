@@ -148,7 +148,7 @@ def test_copies_and_pickles_are_not_watched():
     whole = copy.deepcopy(engine.model)
     assert vars(whole)["forward"] is not vars(engine.model)["forward"]
     for other in (copied, loaded, whole._orig_mod):
-        assert vars(other.branch).get("_gradlift_site") is None
+        assert vars(other.branch).get("_gradlift_cut_module") is None
         assert getattr(other.branch.forward, "__self__", None) is other.branch
         call = torch.compile(other, fullgraph=True, backend=BACKEND)
         regions = len(engine._compiled.cuts.regions)

@@ -16,6 +16,7 @@ from gradlift.plan import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.pilot import Pilot, Record, Survey
 from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.exponents import Key
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -198,3 +199,18 @@ def test_a_component_that_loses_less_is_content():
     pilot.saw(Record(0, 10, -4, False), 0, survey)
     assert not pilot.plan.squeezed
     assert 0 < pilot.plan.components[1].lost <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (Key("a.b"), "a.b"),
+        (Key("a.b", 2), "a.b[2]"),
+        (Key("a.b", call=3), "a.b@3"),
+        (Key("", 1, 2), "[1]@2"),
+        (Key("odd[name"), "odd[name"),
+    ],
+)
+def test_a_key_is_written_and_read(key, text):
+    assert str(key) == text
+    assert Key.parse(text) == key

@@ -367,7 +367,7 @@ class Engine:
             if self._compiled.cuts.stale:
                 self._compiled.look_at(losses)
             self.write()
-            if self._probe is None and self._compiled.meets_a_strange_graph(losses):
+            if self._probe is None and self._compiled.meets_an_uncut_graph(losses):
                 self.unplanned = True
             self.active, self.neutral = self._compiled.active, self._compiled.reason
         if self._sees_nothing or is_rehearsal():

@@ -18,9 +18,35 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gradlift.torch.adaptive.cuts import Cut
 from gradlift.torch.adaptive.graph import Walk
+
+
+class Key(NamedTuple):
+    """What a key says; plans and reports have it as a string."""
+
+    module: str
+    output: int = 0
+    """Which of the module's outputs, from 0."""
+    call: int = 1
+    """Which of its calls in the graph, from 1."""
+
+    def __str__(self) -> str:
+        output = f"[{self.output}]" if self.output else ""
+        return self.module + output + (f"@{self.call}" if self.call > 1 else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        """The key of a string that ``str`` gave."""
+        match = _KEY.fullmatch(text)
+        assert match is not None
+        module, output, call = match.groups()
+        return cls(module, int(output or 0), int(call or 1))
+
+
+_KEY = re.compile(r"(.*?)(?:\[(\d+)\])?(?:@(\d+))?", re.DOTALL)
 
 
 @dataclass
@@ -42,18 +68,9 @@ def keys_of(walk: Walk) -> dict[Cut, tuple[str, ...]]:
         own = []
         for name, output in cut.names:
             calls[name, output] += 1
-            own.append(_key(name, output, calls[name, output]))
+            own.append(str(Key(name, output, calls[name, output])))
         keys[cut] = tuple(own)
     return keys
-
-
-def _key(name: str, output: int, call: int) -> str:
-    return name + (f"[{output}]" if output else "") + (f"@{call}" if call > 1 else "")
-
-
-def module_of(key: str) -> str:
-    """The name of the module that a key speaks of."""
-    return re.sub(r"(\[\d+\])?(@\d+)?$", "", key)
 
 
 def from_pins(walk: Walk, pins: Mapping[str, int]) -> Assignment:

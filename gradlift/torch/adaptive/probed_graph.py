@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Assignment, from_plan, module_of, unplanned
+from gradlift.torch.adaptive.exponents import Assignment, Key, from_plan, unplanned
 from gradlift.torch.adaptive.graph import Walk
 
 
@@ -71,7 +71,7 @@ class ProbedGraph:
     def active_modules(self, plan: Mapping[str, int]) -> frozenset[str]:
         """The modules whose outputs have an active cut."""
         return frozenset(
-            module_of(key)
+            Key.parse(key).module
             for key, offset in plan.items()
             if any(_offset(plan, other) != offset for other in self._below.get(key, ()))
         )

@@ -26,20 +26,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlift.torch.adaptive.cuts import Cut
 from gradlift.torch.adaptive.exponents import Assignment, keys_of
-from gradlift.torch.compiled.traced_cuts import Region, Slot, Traces
+from gradlift.torch.compiled.traced_cuts import FactorPair, Region, Traces
 from gradlift.torch.names import Names
 from gradlift.torch.step.readback import capturing
 
-SITE = "_gradlift_site"
+CUT_MODULE = "_gradlift_cut_module"
 _PER_POOL = 512
 # What a factor may be, as exponents: a float32 that is not subnormal.
 _RANGE = range(-126, 128)
 
-_sites: weakref.WeakValueDictionary[str, Site] = weakref.WeakValueDictionary()
-_site_numbers = itertools.count()
+_cut_modules: weakref.WeakValueDictionary[str, CutModule] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
-class Site:
+class CutModule:
     """A module whose outputs have cuts in compiled code; kept in an attribute of the module.
 
     The factors of every trace are attributes ``shift0``, ``back0``, ``shift1``, ...: the tracer
@@ -49,10 +49,10 @@ class Site:
     def __init__(self, name: str, cuts: CompiledCuts) -> None:
         self.name = name
         # A string, since the tracer may take a whole number for something that varies.
-        self.key = f"site {next(_site_numbers)}"
-        self.slots: list[Slot] = []
+        self.key = f"module {next(_numbers)}"
+        self.pairs: list[FactorPair] = []
         self.cuts = weakref.ref(cuts)
-        _sites[self.key] = self
+        _cut_modules[self.key] = self
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copied model is not watched."""
@@ -62,7 +62,7 @@ class Site:
 
 
 class Pool:
-    """Factors on one device: two 0-d views for each slot, of one float32 tensor."""
+    """Factors on one device: two 0-d views for each pair, of one float32 tensor."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -74,10 +74,10 @@ class Pool:
         self._written = [1.0] * (2 * _PER_POOL)
 
     def write(self, values: Mapping[int, tuple[int, int]]) -> None:
-        """Sets the factors of slots, given as exponents; all other slots are 1."""
+        """Sets the factors of pairs, given as exponents; all other pairs are 1."""
         wanted = [1.0] * (2 * _PER_POOL)
-        for slot, (shift, back) in values.items():
-            wanted[2 * slot], wanted[2 * slot + 1] = 2.0**shift, 2.0**back
+        for pair, (shift, back) in values.items():
+            wanted[2 * pair], wanted[2 * pair + 1] = 2.0**shift, 2.0**back
         if wanted != self._written:
             self._written = wanted
             # A scaler may be collected, and closed, while something is traced in this thread.
@@ -147,19 +147,19 @@ class CompiledCuts:
             if "forward" not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
                 self._modules[name] = module
                 self.traces.generation += 1
-                object.__setattr__(module, SITE, Site(name, self))
+                object.__setattr__(module, CUT_MODULE, CutModule(name, self))
                 object.__setattr__(module, "forward", types.MethodType(_forward_of(module), module))
 
-    def slot(self, site: Site, device: torch.device) -> str:
-        """A new pair of factors, as the number of the attributes that ``site`` has them in."""
+    def pair(self, cut_module: CutModule, device: torch.device) -> str:
+        """A new pair of factors, as the number of the module's attributes that hold them."""
         pools = self._pools.setdefault(device, [])
         if not pools or pools[-1].used == _PER_POOL:
             pools.append(Pool(device))
-        pool, number = pools[-1], len(site.slots)
+        pool, number = pools[-1], len(cut_module.pairs)
         at, pool.used = pool.used, pool.used + 1
-        site.slots.append(Slot(device, (len(pools) - 1) * _PER_POOL + at))
-        setattr(site, f"shift{number}", pool.factors[2 * at])
-        setattr(site, f"back{number}", pool.factors[2 * at + 1])
+        cut_module.pairs.append(FactorPair(device, (len(pools) - 1) * _PER_POOL + at))
+        setattr(cut_module, f"shift{number}", pool.factors[2 * at])
+        setattr(cut_module, f"back{number}", pool.factors[2 * at + 1])
         return str(number)
 
     def write(
@@ -174,17 +174,17 @@ class CompiledCuts:
         named = [(region, keys_of(region.walk)) for region in self.regions]
         found = [_exponents(region, assign(region, keys).offsets) for region, keys in named]
         make_agree(found)
-        self._write({slot: value for values in found for slot, value in values.items()})
+        self._write({pair: value for values in found for pair, value in values.items()})
         return list(
             dict.fromkeys(
-                (keys[cut][0], values[slot][0])
+                (keys[cut][0], values[pair][0])
                 for (region, keys), values in zip(named, found, strict=True)
-                for cut, slot in region.slots.items()
-                if values[slot][0]
+                for cut, pair in region.pairs.items()
+                if values[pair][0]
             )
         )
 
-    def _write(self, wanted: Mapping[Slot, tuple[int, int]]) -> None:
+    def _write(self, wanted: Mapping[FactorPair, tuple[int, int]]) -> None:
         for device, pools in self._pools.items():
             if capturing(device):
                 self.stale = True
@@ -194,17 +194,17 @@ class CompiledCuts:
                 own = range(first, first + _PER_POOL)
                 pool.write(
                     {
-                        slot.number - first: value
-                        for slot, value in wanted.items()
-                        if slot.device == device and slot.number in own
+                        pair.number - first: value
+                        for pair, value in wanted.items()
+                        if pair.device == device and pair.number in own
                     }
                 )
 
     def close(self) -> None:
         """Takes the cuts away; compiled graphs that have some run with factors of 1."""
         for module in self._modules.values():
-            module.__dict__.pop(SITE, None)
-            # Somebody may have wrapped it since; without its site it changes nothing.
+            module.__dict__.pop(CUT_MODULE, None)
+            # Somebody may have wrapped it since; without its cut_module it changes nothing.
             placed = getattr(module.__dict__.get("forward"), "__func__", None)
             if getattr(placed, "__code__", None) is forward.__code__:
                 del module.__dict__["forward"]
@@ -229,10 +229,10 @@ def _static(factor: Tensor) -> Tensor:
     return factor
 
 
-def _exponents(region: Region, offsets: list[int]) -> dict[Slot, tuple[int, int]]:
+def _exponents(region: Region, offsets: list[int]) -> dict[FactorPair, tuple[int, int]]:
     """Both exponents of each cut of a region; all 0 if one cannot be had."""
     values = {
-        region.slots[edge.cut]: (
+        region.pairs[edge.cut]: (
             offsets[edge.upstream] - offsets[edge.downstream],
             -offsets[edge.upstream],
         )
@@ -243,14 +243,14 @@ def _exponents(region: Region, offsets: list[int]) -> dict[Slot, tuple[int, int]
     return dict.fromkeys(values, (0, 0))
 
 
-def make_agree(found: list[dict[Slot, tuple[int, int]]]) -> None:
-    """Regions that share a slot, by a graph traced twice, want the same there or are neutral."""
-    first: dict[Slot, int] = {}
+def make_agree(found: list[dict[FactorPair, tuple[int, int]]]) -> None:
+    """Regions that share a pair, by a graph traced twice, want the same there or are neutral."""
+    first: dict[FactorPair, int] = {}
     index = 0
     while index < len(found):
-        for slot, value in found[index].items():
-            other = first.setdefault(slot, index)
-            if found[other][slot] != value:
+        for pair, value in found[index].items():
+            other = first.setdefault(pair, index)
+            if found[other][pair] != value:
                 for which in (other, index):
                     found[which] = dict.fromkeys(found[which], (0, 0))
                 # What they share with others may differ now.
@@ -268,11 +268,15 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     Its name makes a pickled or copied module get its class's own forward back.
     """
     output = type(self).forward(self, *args, **kwargs)
-    site = getattr(self, SITE, None)
+    cut_module = getattr(self, CUT_MODULE, None)
     # Not ``is_compiling``: an export would take the cuts with it.
-    if site is None or not torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+    if (
+        cut_module is None
+        or not torch.compiler.is_dynamo_compiling()
+        or not torch.is_grad_enabled()
+    ):
         return output
-    return _marked(site, output, 0)[0]
+    return _marked(cut_module, output, 0)[0]
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -287,24 +291,27 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
     return own
 
 
-def _marked(site: Site, value: Any, count: int) -> tuple[Any, int]:
+def _marked(cut_module: CutModule, value: Any, count: int) -> tuple[Any, int]:
     """``value`` with cuts on its tensors, and how many there were: ``engine.tensors_in``'s."""
     if isinstance(value, Tensor):
         if value.requires_grad and (value.is_floating_point() or value.is_complex()):
-            number = _new_slot(site.key, str(value.device))
+            number = _new_pair(cut_module.key, str(value.device))
             if number:
-                shift, back = getattr(site, "shift" + number), getattr(site, "back" + number)
-                value = mark(value, site.key, count, number, shift, back)
+                shift, back = (
+                    getattr(cut_module, "shift" + number),
+                    getattr(cut_module, "back" + number),
+                )
+                value = mark(value, cut_module.key, count, number, shift, back)
         return value, count + 1
     if type(value) is dict:
         marked = {}
         for key, item in value.items():
-            marked[key], count = _marked(site, item, count)
+            marked[key], count = _marked(cut_module, item, count)
         return marked, count
     if type(value) in (tuple, list):
         items = []
         for item in value:
-            item, count = _marked(site, item, count)
+            item, count = _marked(cut_module, item, count)
             items.append(item)
         return (tuple(items) if type(value) is tuple else items), count
     return value, count + _tensors_in(value)
@@ -327,13 +334,13 @@ def _tensors_in(value: Any) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _new_slot(key: str, device: str) -> str:
-    """The number of new factors in their site's attributes; empty if there can be no cut."""
-    site = _sites.get(key)
-    cuts = site.cuts() if site is not None else None
-    if site is None or cuts is None or _inside_another_op():
+def _new_pair(key: str, device: str) -> str:
+    """The number of new factors in their module's attributes; empty if there can be no cut."""
+    cut_module = _cut_modules.get(key)
+    cuts = cut_module.cuts() if cut_module is not None else None
+    if cut_module is None or cuts is None or _inside_another_op():
         return ""
-    return cuts.slot(site, torch.device(device))
+    return cuts.pair(cut_module, torch.device(device))
 
 
 def _inside_another_op() -> bool:
@@ -352,11 +359,13 @@ def _inside_another_op() -> bool:
 
 def mark(tensor: Tensor, key: str, output: int, number: str, shift: Tensor, back: Tensor) -> Tensor:
     """Puts a cut on a tensor while its graph is traced; returns it as it is."""
-    site = _sites.get(key)
-    cuts = site.cuts() if site is not None else None
-    if site is not None and cuts is not None and tensor.grad_fn is not None and _is_tracing():
+    cut_module = _cut_modules.get(key)
+    cuts = cut_module.cuts() if cut_module is not None else None
+    if cut_module is not None and cuts is not None and tensor.grad_fn is not None and _is_tracing():
         cuts.stale = True
-        cuts.traces.place(tensor, site.name, output, site.slots[int(number)], shift, back)
+        cuts.traces.place(
+            tensor, cut_module.name, output, cut_module.pairs[int(number)], shift, back
+        )
     return tensor
 
 

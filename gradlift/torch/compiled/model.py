@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, module_of
+from gradlift.torch.adaptive.exponents import Assignment, Key, from_pins, from_plan
 from gradlift.torch.adaptive.graph import Node, Walk, is_spread
 from gradlift.torch.compiled.entry_points import (
     Entries,
@@ -36,8 +36,8 @@ from gradlift.torch.compiled.entry_points import (
 from gradlift.torch.compiled.factors import CompiledCuts
 from gradlift.torch.compiled.traced_cuts import Region
 from gradlift.torch.compiled.unprobed import (
-    Strange,
-    Unmoved,
+    HeldModules,
+    UncutGraphs,
     below,
     called_elsewhere,
     held_against,
@@ -92,8 +92,8 @@ class CompiledModel:
         self._refusal: str | None = None
         self._pins: Mapping[str, int] = {}
         self._plan: Mapping[str, int] = {}
-        self._unmoved = Unmoved()
-        self._strange = Strange()
+        self._held = HeldModules()
+        self._uncut = UncutGraphs()
         self._several = False
         wrappers = wrappers_of(model) if hidden else []
         self._all_inside = hidden
@@ -163,18 +163,18 @@ class CompiledModel:
             active: keys of the cuts that the plan needs; None for all of its keys.
         """
         if plan.keys() - self._plan.keys():
-            self._strange = Strange()
+            self._uncut = UncutGraphs()
         self._pins, self._plan = pins, plan
         keys: Iterable[str] = plan if active is None else active
         if pins:
             wanted = set(names.modules)
         else:
-            wanted = {module_of(key) for key in keys if any(plan.values())}
+            wanted = {Key.parse(key).module for key in keys if any(plan.values())}
         # While the plan still moves, its cuts are not all placed, and graphs are joined for that.
-        self._unmoved.settled = bool(wanted) and not pins
+        self._held.settled = bool(wanted) and not pins
         self._refusal = self._why_no_cuts()
         if self._refusal is None:
-            self.cuts.place(names, wanted, spare=map(module_of, plan))
+            self.cuts.place(names, wanted, spare=(Key.parse(key).module for key in plan))
         self.cuts.stale = True
 
     def _why_no_cuts(self) -> str | None:
@@ -184,15 +184,15 @@ class CompiledModel:
 
     def write(self) -> None:
         """Brings the factors of all compiled graphs up to date."""
-        wanted = bool(self._pins) or any(self._plan.values()) or self._unmoved.all_inside
+        wanted = bool(self._pins) or any(self._plan.values()) or self._held.all_inside
         self.reason = None
         if wanted and not self.cuts.regions:
             self.reason = self._refusal or NO_GRAPH
         self.unprobed = False
         self.active = tuple(self.cuts.write(self._assign))
-        if self._unmoved.looks_closer:
+        if self._held.looks_closer:
             # With fewer cuts more of a graph is joined, and held for the reason of its neighbour.
-            self._unmoved.precise = self.cuts.stale = True
+            self._held.precise = self.cuts.stale = True
             self._place_all()
 
     def look_at(self, nodes: Iterable[Node]) -> None:
@@ -201,14 +201,14 @@ class CompiledModel:
         if found:
             self._several = found > 1
 
-    def meets_a_strange_graph(self, nodes: Iterable[Node]) -> bool:
+    def meets_an_uncut_graph(self, nodes: Iterable[Node]) -> bool:
         """Whether a probe is wanted for a loss that comes from graphs of which nothing is known.
 
         Call it in every step that is no probe, with the nodes of its losses.
         """
         if self._pins or not any(self._plan.values()) or not self.cuts.regions:
             return False
-        if not self._strange.met(nodes, len(self.cuts.regions)):
+        if not self._uncut.met(nodes, len(self.cuts.regions)):
             return False
         # The plan may know its modules from an earlier probe, though its own cuts are elsewhere.
         before = self.cuts.traces.generation
@@ -217,19 +217,19 @@ class CompiledModel:
 
     def _place_all(self) -> None:
         inside = self._inside()
-        wanted = (module_of(key) for key in self._plan)
+        wanted = (Key.parse(key).module for key in self._plan)
         self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
 
     def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
         """Takes note of what the plan would move and this graph holds at the global scale."""
         if not self._pins:
-            self._unmoved.names.update(held_against(walk, keys, self._plan))
+            self._held.names.update(held_against(walk, keys, self._plan))
 
     def hold(self, walk: Walk) -> None:
         """Holds what compiled code cannot move, in a graph that is probed: none may plan on it."""
         refusal = self._why_no_cuts() or (NO_GRAPH if self.cuts.untraced else None)
-        self._unmoved.all_inside = refusal is not None
-        names = dict.fromkeys(self._inside(), refusal) if refusal else self._unmoved.names
+        self._held.all_inside = refusal is not None
+        names = dict.fromkeys(self._inside(), refusal) if refusal else self._held.names
         for edge in walk.cuts:
             for name, _ in edge.cut.names:
                 reason = names.get(name)
@@ -254,8 +254,8 @@ class CompiledModel:
         if not any(plan.values()):
             return neutral
         name = called_elsewhere(keys, plan) if self._several else None
-        if self._unmoved.settled and not self._probing() and not self.cuts.superseded(region):
-            self._unmoved.in_region(region.walk, keys, plan, name)
+        if self._held.settled and not self._probing() and not self.cuts.superseded(region):
+            self._held.in_region(region.walk, keys, plan, name)
         if name is not None:
             self.reason = (
                 f"{name!r} is called in several compiled graphs, or in one that is used twice"

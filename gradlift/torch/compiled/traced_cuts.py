@@ -41,7 +41,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Slot:
+class FactorPair:
     """Where the two factors of a traced cut are kept; ``number`` counts over all of a kind."""
 
     device: torch.device
@@ -54,7 +54,7 @@ class Region:
 
     walk: Walk
     """Components, cuts (with their names) and what is held; nodes and leaves are left out."""
-    slots: dict[Cut, Slot]
+    pairs: dict[Cut, FactorPair]
     generation: int
     """Which modules had cuts when it was traced; see ``compiled.py``."""
     probed: bool = False
@@ -79,14 +79,14 @@ class Traces:
         self._acting: dict[int, frozenset[int]] = {}
 
     def place(
-        self, tensor: Tensor, name: str, output: int, slot: Slot, shift: Tensor, back: Tensor
+        self, tensor: Tensor, name: str, output: int, pair: FactorPair, shift: Tensor, back: Tensor
     ) -> None:
         """Puts a cut on a tensor that is being traced, or another name on the cut it has."""
         node: Node = tensor.grad_fn
         cuts = node.metadata.setdefault(self._key, {})
         cut = cuts.get(tensor.output_nr)
         if cut is None:
-            cut = cuts[tensor.output_nr] = TracedCut(self, slot, shift, back)
+            cut = cuts[tensor.output_nr] = TracedCut(self, pair, shift, back)
             tensor.register_hook(cut)
             if tensor._is_view():
                 self._note_base(tensor, cut)
@@ -98,18 +98,18 @@ class Traces:
         if base is None or base.grad_fn is None:
             return
         behind: Node = base.grad_fn
-        spare = TracedCut(self, cut.slot, cut.shift, cut.back)
+        spare = TracedCut(self, cut.pair, cut.shift, cut.back)
         spare.names = cut.names
         behind.metadata.setdefault(self._views, []).append((base.output_nr, cut, spare))
         behind.register_prehook(OnNode(spare, base.output_nr))
 
     def acts(self, cut: TracedCut) -> bool:
         """Whether a cut multiplies in the pass that is being traced."""
-        task = passes.current_pass()
-        if task not in self._acting:
+        running = passes.current_pass()
+        if running not in self._acting:
             # Nothing but the loss's own component has run yet: every way out of it is a cut.
-            self._acting[task] = self._walk()
-        return cut.number in self._acting[task]
+            self._acting[running] = self._walk()
+        return cut.number in self._acting[running]
 
     def _walk(self) -> frozenset[int]:
         """The numbers of the cuts that multiply; the pass must go from outputs to leaves."""
@@ -153,9 +153,9 @@ class Traces:
             cut = kept[edge.cut] = Cut(edge.cut.number)
             cut.names = list(edge.cut.names)
         cuts = [CutEdge(kept[edge.cut], edge.downstream, edge.upstream) for edge in found.cuts]
-        slots = {cut: traced.slot for traced, cut in kept.items()}
+        pairs = {cut: traced.pair for traced, cut in kept.items()}
         light = Walk([], [], found.components, cuts, NO_LEAVES, found.held, {}, found.hooked)
-        return Region(light, slots, self.generation)
+        return Region(light, pairs, self.generation)
 
 
 class TracedCut:
@@ -165,13 +165,13 @@ class TracedCut:
     """Whether it sits on a DTensor; those are not traced."""
     hooks = staticmethod(lambda: None)
     """Users' hooks are not traced either."""
-    __slots__ = ("back", "differentiated", "names", "number", "shift", "slot", "traces")
+    __slots__ = ("back", "differentiated", "names", "number", "pair", "shift", "traces")
 
-    def __init__(self, traces: Traces, slot: Slot, shift: Tensor, back: Tensor) -> None:
+    def __init__(self, traces: Traces, pair: FactorPair, shift: Tensor, back: Tensor) -> None:
         self.number = next(_numbers)
         self.names: list[tuple[str, int]] = []
         self.differentiated = False
-        self.traces, self.slot = traces, slot
+        self.traces, self.pair = traces, pair
         self.shift, self.back = shift, back
         """0-d float32: what multiplies here, and what brings a leaf's gradient back."""
 
@@ -187,16 +187,16 @@ class TracedCut:
 class _Return:
     """A hook on a node that feeds leaves in a trace: back to the global scale, in one pass."""
 
-    __slots__ = ("back", "positions", "task")
+    __slots__ = ("back", "positions", "running")
 
     def __init__(self, back: Tensor, positions: tuple[int, ...]) -> None:
         self.back, self.positions = back, positions
-        self.task = passes.current_pass()
+        self.running = passes.current_pass()
 
     def __call__(
         self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any
     ) -> tuple[Tensor | None, ...] | None:
-        if self.task != passes.current_pass():
+        if self.running != passes.current_pass():
             return None
         returned = list(grad_inputs)
         for position in self.positions:

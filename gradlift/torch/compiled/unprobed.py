@@ -4,21 +4,20 @@ A plan is made from one eager graph, and followed in several compiled ones. Wher
 what the plan says, gradients overflow or vanish in every step but the probed ones, and the next
 probe shows nothing of it. So what is found out about compiled graphs goes into the next probe::
 
-    Unmoved            modules that a compiled graph holds at the global scale: not to be planned on
-    Strange            graphs without any cut, of modules that were not planned: to be probed
+    HeldModules        modules that a compiled graph holds at the global scale: not to be planned on
+    UncutGraphs        graphs without any cut, of modules that were not planned: to be probed
     called_elsewhere   calls that a graph cannot tell apart: the graph stays neutral
     without_unused     outputs that no loss uses, whose gradients a compiled graph has all the same
 """
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import module_of
+from gradlift.torch.adaptive.exponents import Key
 from gradlift.torch.adaptive.graph import Node, Walk
 from gradlift.torch.compiled.entry_points import is_compiled_node
 
@@ -26,7 +25,7 @@ from gradlift.torch.compiled.entry_points import is_compiled_node
 MOST_TRIES = 6
 
 
-class Strange:
+class UncutGraphs:
     """Compiled graphs without any cut, which a plan with active cuts was not made for.
 
     Another branch of the model may have none of the planned modules, and cuts are placed at those
@@ -48,8 +47,8 @@ class Strange:
             self._known.update(found - set(self._seen))
         self._seen.update(found)
         self._regions = regions
-        strange = bool(found) and not any(graph in self._known for graph in found)
-        if strange and self._wait is None and self._tries < MOST_TRIES:
+        uncut = bool(found) and not any(graph in self._known for graph in found)
+        if uncut and self._wait is None and self._tries < MOST_TRIES:
             self._wait, self._tries = self._tries, self._tries + 1
         if self._wait is None:
             return False
@@ -57,7 +56,7 @@ class Strange:
         return self._wait is None
 
 
-class Unmoved:
+class HeldModules:
     """Modules that a plan would move and compiled code keeps at the global scale, with reasons."""
 
     def __init__(self) -> None:
@@ -111,9 +110,9 @@ def without_unused(
 
     They are not in the plan, and another output of the same module is.
     """
-    planned = set(map(module_of, plan))
+    planned = {Key.parse(key).module for key in plan}
     return {
-        cut: tuple(key for key in own if key in plan or module_of(key) not in planned)
+        cut: tuple(key for key in own if key in plan or Key.parse(key).module not in planned)
         for cut, own in keys.items()
     }
 
@@ -121,12 +120,12 @@ def without_unused(
 def called_elsewhere(keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]) -> str | None:
     """A module that this graph calls, and another too, if the plan tells the calls apart."""
     own = {key for several in keys.values() for key in several}
-    calls: defaultdict[str, set[str]] = defaultdict(set)
+    calls: defaultdict[Key, set[str]] = defaultdict(set)
     for key in plan:
-        calls[re.sub(r"@\d+$", "", key)].add(key)
+        calls[Key.parse(key)._replace(call=1)].add(key)
     for several in calls.values():
         if own & several and not several <= own and len({plan[key] for key in several}) > 1:
-            return module_of(min(several))
+            return Key.parse(min(several)).module
     return None
 
 
