@@ -36,6 +36,12 @@ def through_a_view(y):
     return y
 
 
+def only_looks(hook):
+    """Says of a hook that it changes no gradient."""
+    hook.__dict__["only_looks"] = True
+    return hook
+
+
 class Spy:
     """What a user's hooks on module outputs see; registered after the engine's own."""
 
@@ -62,11 +68,10 @@ class Spy:
 
         return forward_hook
 
+    @only_looks
     def _see(self, key, grad):
         if grad is not None:
             self.seen[key] = grad.clone()
-
-    _see.only_looks = True
 
     def __enter__(self):
         return self

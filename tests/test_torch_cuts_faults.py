@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, plain, random_offsets, run, same
+from cuts_harness import SCALE, only_looks, plain, random_offsets, run, same
 from torch import nn
 
 from gradlift.torch.adaptive import cuts, linearity
@@ -225,10 +225,9 @@ def test_a_hook_that_only_looks_may_say_so_and_holds_nothing():
     model = Net()
     seen = []
 
+    @only_looks
     def look(grad):
         seen.append(grad)
-
-    look.only_looks = True
 
     def step(model):
         loss = loss_of(model)
@@ -415,7 +414,7 @@ class Raises(collections.abc.Mapping):
 @dataclasses.dataclass
 class LateField:
     y: torch.Tensor
-    late: torch.Tensor = None
+    late: torch.Tensor | None = None
 
     def __getattribute__(self, name):
         if name == "late":

@@ -222,6 +222,9 @@ def check(seed, tally):
     engine.probe()
     same(go(engine)[0], expected)
     graph = engine.take().survey(10).graph
+    # Those with active cuts alone are looked at, or all outputs.
+    engine.follow(random_offsets(graph, seed), ())
+    same(go(engine)[0], expected)
     engine.follow(random_offsets(graph, seed))
     found, seen = go(engine)
     same(found, expected)
@@ -246,6 +249,8 @@ def check_dropped(model, engine, go, seed, tally):
         return
     if is_empty(expected):
         return
+    same(go(engine)[0], expected)
+    engine.follow(engine.offsets, ())
     same(go(engine)[0], expected)
     tally["dropped"] += 1
     tally["neutral"] += engine.neutral is not None

@@ -50,6 +50,22 @@ class Names:
         """
         return {name: self._resolve(name) for name in names}
 
+    def resolve_offsets(self, offsets: Mapping[str, int]) -> dict[str, int]:
+        """Offsets by the first name of each module.
+
+        Raises:
+            ValueError: a name is not a module's, or two are one module's with different offsets.
+        """
+        first = self.resolve(offsets)
+        found: dict[str, int] = {}
+        for name, offset in offsets.items():
+            if found.setdefault(first[name], offset) != offset:
+                raise ValueError(
+                    f"pins contradict each other: {first[name]!r} and {name!r} are one module, "
+                    f"and {found[first[name]]} is not {offset}"
+                )
+        return found
+
     def _resolve(self, name: str) -> str:
         if name in self._known:
             return self._known[name]

@@ -18,11 +18,10 @@ from itertools import compress
 import torch
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import Cut, Gate, LeafReturn, Marks, Root
+from gradlift.torch.adaptive.cuts import Cut, Gate, LeafReturn, Marks, Root, starts_at_roots
 from gradlift.torch.adaptive.end_returns import EndReturns, Waiting
 from gradlift.torch.adaptive.flood import flood
-from gradlift.torch.adaptive.graph import Node, Walk, walk
-from gradlift.torch.adaptive.linearity import is_hooked
+from gradlift.torch.adaptive.graph import Leaves, Node, Walk, walk
 from gradlift.torch.adaptive.views import Base, put_back
 
 Edge = tuple[Node, int]
@@ -94,24 +93,25 @@ class ArmedGraphs:
 
     def _set_leaves(self, found: Walk, offsets: Sequence[int], gate: Gate) -> list[Waiting]:
         """Gives the nodes that feed leaves their hooks, but where leaves may wait."""
-        leaves = found.leaves
+        leaves, at = found.leaves, found.leaves.at(offsets)
         if gate.probe is not None:
             self._hook(gate, leaves.rows(), offsets)
-            return self._to_learn_of(found, offsets)
-        kinds = map(self.end_returns.alone.get, map(id, leaves.leaves))
-        kept = list(zip(kinds, leaves.at(offsets), strict=True))
-        if found.reused:
-            once = [id(leaf) not in found.reused for leaf in leaves.leaves]
-            kept = [(kind if o else None, at) for (kind, at), o in zip(kept, once, strict=True)]
-        hooked = [at != 0 and kind is None for kind, at in kept]
+            self.end_returns.look_at(found)
+        may_wait = self.end_returns.may_wait(found, self._linear)
+        if gate.probe is not None:
+            # Only looked at in the end, where nothing has multiplied them.
+            chosen = [own and not offset for own, offset in zip(may_wait, at, strict=True)]
+            return [_waiting(leaves, chosen, 0)]
+        hooked = [offset != 0 and not own for own, offset in zip(may_wait, at, strict=True)]
         self._hook(gate, compress(leaves.rows(), hooked), offsets)
-        columns = leaves.leaves, leaves.nodes, leaves.positions
-        waiting: list[Waiting] = []
-        for group in set(kept):
-            if group[0] is not None and group[1]:
-                own = [group == each for each in kept]
-                waiting.append(Waiting(-group[1], *(list(compress(c, own)) for c in columns)))
-        return waiting
+        return [
+            _waiting(
+                leaves,
+                [own and each == offset for own, each in zip(may_wait, at, strict=True)],
+                -offset,
+            )
+            for offset in set(compress(at, may_wait)) - {0}
+        ]
 
     def _hook(self, gate: Gate, rows: Iterable[Row], offsets: Sequence[int]) -> None:
         positions: defaultdict[Node, list[int]] = defaultdict(list)
@@ -121,16 +121,6 @@ class ArmedGraphs:
             shifts[node] = -offsets[component]
         for node, own in positions.items():
             self.leaf_return(node).arm(gate, shifts[node], tuple(own))
-
-    def _to_learn_of(self, found: Walk, offsets: Sequence[int]) -> list[Waiting]:
-        """The leaves of a probe whose gradients tell whether they may wait in later passes."""
-        group = Waiting(0)
-        for node, position, leaf, component in found.leaves.rows():
-            if is_hooked(node.next_functions[position][0]) or id(leaf) in found.reused:
-                self.end_returns.note(leaf, alone=False)
-            elif not offsets[component]:
-                group.add(leaf, node, position)
-        return [group]
 
     def hook_now(self, gate: Gate, waiting: Iterable[Waiting]) -> None:
         """Leaves that cannot wait after all get their hook, before their node runs."""
@@ -160,13 +150,24 @@ class ArmedGraphs:
 
     def _begin(self, gate: Gate, waiting: Sequence[Waiting], call: passes.Call) -> None:
         if waiting:
-            refused = self.end_returns.begin(waiting, call)
+            # Other graphs may add to the same leaves, at exponents of their own.
+            alone = starts_at_roots(call, gate, self._marks)
+            refused = self.end_returns.begin(waiting, call) if alone else waiting
             self.hook_now(gate, (group for group in refused if group.shift))
 
     def disarm(self) -> None:
         """From now on all of them run neutral."""
         for root in list(self.roots):
             root.gate = None
+
+
+def _waiting(leaves: Leaves, chosen: list[bool], shift: int) -> Waiting:
+    return Waiting(
+        shift,
+        list(compress(leaves.leaves, chosen)),
+        list(compress(leaves.nodes, chosen)),
+        list(compress(leaves.positions, chosen)),
+    )
 
 
 def edges_below(tensor: torch.Tensor) -> list[Edge]:

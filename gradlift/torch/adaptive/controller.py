@@ -359,7 +359,8 @@ class Controller:
             self.overflowed(),
             self.engine.wide,
             identity(self.engine.model),
-            self.engine.changes,
+            # Each rank has a graph of its own, and all of them save one state.
+            self.engine.changes and not self._has_ranks,
         )
 
     def load(self, saved: Saved) -> None:

@@ -262,6 +262,12 @@ def call_through(gate: Gate, marks: Marks) -> passes.Call | str:
     return call
 
 
+def starts_at_roots(call: passes.Call, gate: Gate, marks: Marks) -> bool:
+    """Whether a pass goes over one armed graph and nothing else."""
+    roots = (node.metadata.get(marks.root) for node in call.outputs)
+    return all(root is not None and root.gate is gate for root in roots)
+
+
 def entries(call: passes.Call, gate: Gate, marks: Marks) -> Iterator[bool]:
     """For each node at which a pass enters the armed graph, whether it is one of its roots.
 

@@ -9,11 +9,13 @@ component's exponent, and a few ``_foreach_mul_`` bring all of them back in the 
     end     one product for each device, dtype and exponent
 
 A leaf may wait if its gradient is made by one node, in this pass, and in no other: it has none yet,
-the pass was asked for all gradients, nothing is hooked on the leaf, there are no ranks. A second
-pass that adds to the same gradient meanwhile (started by a hook, or in another thread) shows in
-the gradient's version: one that autograd has only put there has version 0, where it need not copy
-it. Which leaves these are is learned in probes, while their offset is 0; others do not wait. What
-cannot be told apart is made NaN, so that no step is taken with it, and from then on none waits.
+the pass goes over one armed graph alone and was asked for all gradients, nothing is hooked on the
+leaf, there are no ranks, and no Function in the graph could start a pass of its own. A second pass
+that adds to the same gradient all the same (started by a hook, or in another thread) shows in the
+gradient's version. One that autograd has only put there has version 0; if it had to copy it, 1, and
+then the numbers of passes tell whether there was another. What cannot be told apart is made NaN, so
+that no step is taken with it, and from then on none waits. Leaves whose gradient does not come with
+version 0 are remembered, from probes too, and do not wait.
 
 A pass that raises never ends, but torch drops the callback then, and that counts as the end:
 nothing is left at an exponent of its own.
@@ -34,11 +36,11 @@ import torch
 
 from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.cuts import factor, times_power_of_two
-from gradlift.torch.adaptive.graph import Node
+from gradlift.torch.adaptive.graph import Node, Walk
+from gradlift.torch.adaptive.linearity import is_hooked, not_linear
 
-# Products in these lose nothing but at the ends of a range that float16 never sees.
+# What one launch multiplies, by exponents of factors that these hold.
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
-# Exponents of factors that float32 holds.
 _FACTORS = range(-126, 128)
 
 # Many leaves are asked in every step: by functions of C, without a loop in Python.
@@ -46,7 +48,7 @@ _grad = attrgetter("grad")
 _version = attrgetter("_version")
 _hooks = attrgetter("_backward_hooks")
 _later_hooks = attrgetter("_post_accumulate_grad_hooks")
-_layout = attrgetter("layout")
+_kind = attrgetter("device", "dtype", "layout")
 _storage = methodcaller("untyped_storage")
 _address = attrgetter("_cdata")
 _uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -56,12 +58,10 @@ MIXED = (
     "made NaN, so that no step is taken with them"
 )
 
-Kind = tuple[torch.device, torch.dtype]
-
 
 @dataclass
 class Waiting:
-    """Leaves of one kind whose gradients may be brought back at the end of a pass, by 2**shift.
+    """Leaves whose gradients may be brought back at the end of a pass, by 2**shift.
 
     Those of a probe, with shift 0, are only looked at.
     """
@@ -83,17 +83,29 @@ class EndReturns:
     """The leaves of one engine that wait for the end of a pass."""
 
     def __init__(self) -> None:
-        self.alone: dict[int, Kind] = {}
-        """By id the leaves whose gradient comes from one node, as it is, seen in a probe."""
+        self.alone: dict[int, bool] = {}
+        """By id of the leaf, whether its gradient comes as it is, and nothing hooks its node."""
         self._open: list[_End] = []
         """Of passes under way."""
         self._off = False
 
-    def note(self, leaf: torch.Tensor, alone: bool) -> None:
-        """Takes note of whether a leaf's gradient came with version 0, in a probe."""
-        self.alone.pop(id(leaf), None)
-        if alone and not self._off and leaf.dtype in _DTYPES:
-            self.alone[id(leaf)] = leaf.device, leaf.dtype
+    def may_wait(self, found: Walk, linear: frozenset[type]) -> list[bool]:
+        """For each edge into a leaf, whether the leaf may wait as far as the graph tells."""
+        if self._off or any(not_linear(node, linear) for node in found.functions):
+            return [False] * len(found.leaves)
+        ids = list(map(id, found.leaves.leaves))
+        if not self.alone.keys() >= set(ids):
+            self.look_at(found)
+        alone = list(map(self.alone.__getitem__, ids))
+        if not found.reused:
+            return alone
+        return [own and leaf not in found.reused for own, leaf in zip(alone, ids, strict=True)]
+
+    def look_at(self, found: Walk) -> None:
+        """Looks for hooks on the nodes that accumulate into leaves."""
+        for node, position, leaf, _ in found.leaves.rows():
+            hooked = is_hooked(node.next_functions[position][0])
+            self.alone[id(leaf)] = not hooked and self.alone.get(id(leaf), True)
 
     def begin(self, waiting: Iterable[Waiting], call: passes.Call) -> list[Waiting]:
         """Makes leaves wait for the end of the running pass; returns those that must not."""
@@ -101,7 +113,7 @@ class EndReturns:
             return list(waiting)
         end, refused = _End(self), list[Waiting]()
         for group in waiting:
-            if self._open or not may_wait(group.leaves):
+            if self._open or not are_unseen(group.leaves):
                 refused += self._sort(group, end)
             else:
                 end.waiting.append(group)
@@ -118,7 +130,7 @@ class EndReturns:
             if before is not None and before.has(leaf, group.shift):
                 end.joined.append(before)
                 continue
-            into = kept if before is None and may_wait([leaf]) else refused
+            into = kept if before is None and are_unseen([leaf]) else refused
             into.add(leaf, *edge)
         end.waiting += [kept] if kept.leaves else []
         return [refused] if refused.leaves else []
@@ -127,35 +139,34 @@ class EndReturns:
         """Brings the gradients that waited for ``end`` back to the global scale."""
         if end in self._open:
             self._open.remove(end)
+        mixed = not end.shared and self._are_mixed(end)
         for group in end.waiting:
             leaves, grads = group.leaves, list(map(_grad, group.leaves))
             if type(None) in set(map(type, grads)):
                 leaves = [leaf for leaf in leaves if leaf.grad is not None]
                 grads = list(map(_grad, leaves))
-            if not group.shift:
-                for leaf, grad in zip(leaves, grads, strict=True):
-                    self.note(leaf, alone=not grad._version)
-                continue
-            if not grads:
-                continue
-            if any(map(_version, grads)) and not end.shared:
-                mixed = [leaf for leaf in leaves if leaf.grad._version]  # type: ignore[union-attr]
-                self._make_nan(mixed)
+            if mixed and group.shift:
+                self._make_nan([leaf for leaf in leaves if leaf.grad._version])  # type: ignore[union-attr]
                 leaves = [leaf for leaf in leaves if not leaf.grad._version]  # type: ignore[union-attr]
                 grads = list(map(_grad, leaves))
-            if group.shift in _FACTORS and are_exclusive(grads):
-                on_cpu = grads[0].device.type == "cpu"
-                by = factor(group.shift, grads[0]) if on_cpu else 2.0**group.shift
-                torch._foreach_mul_(grads, by)
-            else:
-                for leaf, grad in zip(leaves, grads, strict=True):
-                    leaf.grad = times_power_of_two(grad, group.shift)
+            if group.shift and grads:
+                multiply(leaves, grads, group.shift)
+
+    def _are_mixed(self, end: _End) -> bool:
+        """Whether gradients may be of several passes; takes note of those that do not tell."""
+        moved = False
+        for group in end.waiting:
+            leaves = [leaf for leaf in group.leaves if leaf.grad is not None]
+            if any(map(_version, map(_grad, leaves))):
+                late = [leaf for leaf in leaves if leaf.grad._version]  # type: ignore[union-attr]
+                self.alone.update(dict.fromkeys(map(id, late), False))
+                moved = moved or bool(group.shift)
+        return moved and passes.next_number() != end.number + 1
 
     def _make_nan(self, leaves: list[torch.Tensor]) -> None:
         if not self._off:
             warnings.warn(f"gradlift: {MIXED}", stacklevel=2)
         self._off = True
-        self.alone.clear()
         for leaf in leaves:
             assert leaf.grad is not None
             leaf.grad = torch.full_like(leaf.grad, math.nan)
@@ -169,6 +180,7 @@ class _End:
         self.joined: list[_End] = []
         """Ends of passes under way over the same graph, which this pass adds to."""
         self.shared = False
+        self.number = passes.current_pass()
         self._owner = owner
         self._passes, self._lock = 1, threading.Lock()
 
@@ -218,7 +230,7 @@ class _Once:
         self()
 
 
-def may_wait(leaves: Sequence[torch.Tensor]) -> bool:
+def are_unseen(leaves: Sequence[torch.Tensor]) -> bool:
     """Whether nothing can look at the leaves' gradients before a pass from now on is over.
 
     They have none yet, and nothing is hooked on them that sees one, before or after it is there.
@@ -233,9 +245,25 @@ def has_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def multiply(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], shift: int) -> None:
+    """Multiplies the gradients of leaves by 2**shift, in one launch if they are of one kind."""
+    kinds = set(map(_kind, grads))
+    if len(kinds) == 1 and shift in _FACTORS:
+        ((device, dtype, layout),) = kinds
+        if dtype in _DTYPES and layout == torch.strided and are_exclusive(grads):
+            by = factor(shift, grads[0]) if device.type == "cpu" else 2.0**shift
+            torch._foreach_mul_(list(grads), by)
+            return
+    elif len(kinds) > 1:
+        for kind in kinds:
+            own = [n for n, grad in enumerate(grads) if _kind(grad) == kind]
+            multiply([leaves[n] for n in own], [grads[n] for n in own], shift)
+        return
+    for leaf, grad in zip(leaves, grads, strict=True):
+        leaf.grad = times_power_of_two(grad, shift)
+
+
 def are_exclusive(grads: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but their leaves holds the gradients' memory: gradients may alias."""
-    if _uses is None or set(map(_layout, grads)) != {torch.strided}:
-        return False
     # Held by the gradient itself, and by the object that asks.
-    return set(map(_uses, map(_address, map(_storage, grads)))) == {2}
+    return _uses is not None and set(map(_uses, map(_address, map(_storage, grads)))) == {2}

@@ -36,7 +36,7 @@ from gradlift.torch.adaptive.end_returns import Waiting
 from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan, keys_of
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.adaptive.outputs import Outputs, Watch, tensors_in, watch
-from gradlift.torch.adaptive.probed_graph import PlannedAt, ProbedGraph
+from gradlift.torch.adaptive.probed_graph import FollowedPlan
 from gradlift.torch.compiled.entry_points import is_compiled, is_compiled_node
 from gradlift.torch.forward.edge import OutputPeaks
 from gradlift.torch.names import Names, check_offsets
@@ -95,22 +95,17 @@ class Engine:
         self.linear = frozenset(linear)
         self._names = Names(model)
         self._pins: dict[str, int] = {}
-        self._plan: dict[str, int] = {}
+        self._plan = FollowedPlan()
         self._probe: Probe | None = None
         self._marks = Marks(next(_engines))
         self._outputs = Outputs(self._marks)
         self._armed = ArmedGraphs(self._marks, self.linear, _noting(self))
         self._handle: Any = None
         self._compiled: Any = None
-        self._active_keys: tuple[str, ...] | None = ()
         self._out_of_reach = False
         self._closed = False
-        self._probed = ProbedGraph()
         self.peaks = OutputPeaks()
         """The largest outputs that probes saw."""
-        self._planned_at: PlannedAt | None = None
-        self.changes = False
-        """Whether the model's graph has been another one than active cuts alone can tell of."""
         self._said: set[str] = set()
         self._uncalled: dict[str, int] = {}
         """Pinned modules that have not been called, and how many losses went by without them."""
@@ -127,16 +122,8 @@ class Engine:
             raise RuntimeError("close() has ended this; make a new scaler to pin exponents")
         check_offsets(offsets, LARGEST_OFFSET)
         self._names = Names(self.model)
-        first = self._names.resolve(offsets)
-        pins: dict[str, int] = {}
-        for name, offset in offsets.items():
-            if pins.setdefault(first[name], offset) != offset:
-                raise ValueError(
-                    f"pins contradict each other: {first[name]!r} and {name!r} are one module, "
-                    f"and {pins[first[name]]} is not {offset}"
-                )
-        self._pins = pins
-        self._uncalled = dict.fromkeys(pins, 0)
+        self._pins = self._names.resolve_offsets(offsets)
+        self._uncalled = dict.fromkeys(self._pins, 0)
         self._refresh()
         self._tell_compiled()
 
@@ -156,25 +143,34 @@ class Engine:
         if self._closed:
             return
         check_offsets(offsets, LARGEST_OFFSET)
-        self._plan = dict(offsets)
-        self._active_keys = None if active is None else tuple(active)
+        self._plan.offsets = dict(offsets)
+        self._plan.active_keys = None if active is None else tuple(active)
         self.unplanned = False
         self._refresh()
         self._tell_compiled()
 
     def resume(self, graph: Mapping[str, Any] | None, owners: Mapping[str, int]) -> None:
         """Takes in what was known of the graph when a checkpoint was made; then ``follow``."""
-        self._probed.learn_saved(graph, owners)
+        self._plan.probed.learn_saved(graph, owners)
 
     @property
     def active_keys(self) -> tuple[str, ...] | None:
         """What ``follow`` was told last."""
-        return self._active_keys
+        return self._plan.active_keys
+
+    @property
+    def changes(self) -> bool:
+        """Whether the model's graph has been another one than active cuts alone can tell of."""
+        return self._plan.changes
+
+    @changes.setter
+    def changes(self, changes: bool) -> None:
+        self._plan.changes = changes
 
     @property
     def offsets(self) -> dict[str, int]:
         """The planned offsets in force, by key; pins come before them."""
-        return dict(self._plan)
+        return dict(self._plan.offsets)
 
     def probe(self) -> None:
         """Makes the graphs armed from now on record their gradients, until ``take``."""
@@ -189,7 +185,7 @@ class Engine:
         """Ends the probe and hands it over, its copy to the host under way; None without one."""
         probe, self._probe = self._probe, None
         if probe is not None:
-            self._probed.learn(probe)
+            self._plan.probed.learn(probe)
             self._refresh()
             self.unplanned = False
             self._note_sight(probe)
@@ -248,7 +244,7 @@ class Engine:
     def close(self) -> None:
         """Stops for good. Graphs that are armed run neutral."""
         self._closed = True
-        self._pins, self._plan, self._probe = {}, {}, None
+        self._pins, self._plan.offsets, self._probe = {}, {}, None
         self._refresh()
         if self._compiled is not None:
             self._compiled.close()
@@ -257,8 +253,8 @@ class Engine:
 
     def _refresh(self) -> None:
         due = bool(self._pins) or self._probe is not None
-        planned = any(self._plan.values())
-        due = due or (planned and (not self._only_active or bool(self._active_modules())))
+        plan = self._plan
+        due = due or (plan.moves and (not self._only_active or bool(plan.active_modules)))
         if due and self._compiled is None and self._can_watch() and is_compiled(self.model):
             self._meet_compiled()
         if due and self._handle is None and self._can_watch():
@@ -270,24 +266,21 @@ class Engine:
         elif due and self._probe is not None:
             # Modules may have been added since.
             self._names = Names(self.model)
-        self._planned_at = None
+        plan.forget_parameters()
         if isinstance(self._handle, Watch):
             self._handle.only = self._modules_to_watch()
 
     @property
     def _only_active(self) -> bool:
         """Whether the outputs with active cuts are all that has to be looked at."""
-        if self._pins or self._probe is not None or self._compiled is not None or self.changes:
+        if self._pins or self._probe is not None or self._compiled is not None:
             return False
-        return self._active_keys is not None and self._probed.knows(self._plan)
-
-    def _active_modules(self) -> frozenset[str]:
-        return self._probed.active_modules(self._plan)
+        return self._plan.shows_in_active_cuts
 
     def _modules_to_watch(self) -> frozenset[int] | None:
         if not self._only_active:
             return None
-        active = self._active_modules()
+        active = self._plan.active_modules
         return frozenset(own for own, name in self._names.of_module.items() if name in active)
 
     def _can_watch(self) -> bool:
@@ -315,7 +308,9 @@ class Engine:
 
     def _tell_compiled(self) -> None:
         if self._compiled is not None:
-            self._compiled.follow(self._names, self._pins, self._plan, self._active_keys)
+            self._compiled.follow(
+                self._names, self._pins, self._plan.offsets, self._plan.active_keys
+            )
 
     def write(self) -> None:
         """Brings the factors in compiled graphs up to date; ``arm`` does so too."""
@@ -425,7 +420,7 @@ class Engine:
             assignment = Assignment([0] * found.components)
         elif self._pins:
             assignment = from_pins(found, self._pins)
-        elif any(self._plan.values()):
+        elif self._plan.moves:
             assignment = self._from_plan(found, keys)
         else:
             assignment = Assignment([0] * found.components)
@@ -436,19 +431,13 @@ class Engine:
         return assignment
 
     def _from_plan(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
-        assignment = from_plan(found, keys, self._plan)
         if not self._only_active:
-            return assignment
-        if self._planned_at is None:
-            self._planned_at = self._probed.planned_at(self._plan, self._names.of_parameter)
-        reason = assignment.unplanned or self._planned_at.misses(found, assignment.offsets)
-        if reason is None:
-            return assignment
-        # From the next forward on all outputs are looked at, and tell whether it was planned.
-        self.changes = True
-        self._refresh()
-        self.neutral = f"the graph is not the planned one: {reason}"
-        return Assignment([0] * found.components)
+            return from_plan(found, keys, self._plan.offsets)
+        assignment, changed = self._plan.assign(found, keys, self._names.of_parameter)
+        if changed is not None:
+            self._refresh()
+            self.neutral = f"the graph is not the planned one: {changed}"
+        return assignment
 
     def _never_called(self) -> Iterator[str]:
         if self._compiled is not None:

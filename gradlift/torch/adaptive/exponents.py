@@ -92,14 +92,15 @@ def from_plan(
     for edge in walk.cuts:
         for key in keys[edge.cut]:
             if key not in plan:
-                return _unplanned(walk, f"{key!r} was not there when the plan was made")
+                return unplanned(walk, f"{key!r} was not there when the plan was made")
             other = seen.setdefault(edge.upstream, key)
             if plan[other] != plan[key]:
-                return _unplanned(walk, f"{other!r} and {key!r} are joined now")
+                return unplanned(walk, f"{other!r} and {key!r} are joined now")
             if not walk.is_held(edge.upstream):
                 offsets[edge.upstream] = plan[key]
     return Assignment(offsets)
 
 
-def _unplanned(walk: Walk, reason: str) -> Assignment:
+def unplanned(walk: Walk, reason: str) -> Assignment:
+    """All components at 0, for a graph that the plan was not made for."""
     return Assignment([0] * walk.components, unplanned=reason)

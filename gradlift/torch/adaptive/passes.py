@@ -42,6 +42,16 @@ def at_end(do: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(do)  # type: ignore[attr-defined]
 
 
+def next_number() -> int:
+    """The number of a pass that is started for nothing else; torch counts them over all threads."""
+    numbers: list[int] = []
+    with torch.enable_grad():
+        tensor = torch.zeros((), device="cpu", requires_grad=True).view_as(torch.zeros(()))
+    tensor.register_hook(lambda _: numbers.append(current_pass()))
+    tensor.backward()
+    return numbers[0]
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of a running backward pass."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gradlift.torch.adaptive.exponents import module_of
+from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.exponents import Assignment, from_plan, module_of, unplanned
 from gradlift.torch.adaptive.graph import Walk
 
 
@@ -75,47 +76,125 @@ class ProbedGraph:
             if any(_offset(plan, other) != offset for other in self._below.get(key, ()))
         )
 
-    def planned_at(self, plan: Mapping[str, int], names: Mapping[int, str]) -> PlannedAt:
-        """Where the plan has each parameter.
+    def homes(self) -> Mapping[str, set[str | None]]:
+        """For each parameter that was met, a key of every part that uses it."""
+        return self._homes
+
+
+class FollowedPlan:
+    """The offsets that an engine follows, and what tells whether a graph is the one they are for.
+
+    Attributes:
+        offsets: by key.
+        active_keys: as ``Engine.follow`` was told.
+        changes: whether the graph has been another one than active cuts alone can tell of.
+    """
+
+    def __init__(self) -> None:
+        self.offsets: dict[str, int] = {}
+        self.active_keys: tuple[str, ...] | None = ()
+        self.changes = False
+        self.probed = ProbedGraph()
+        self._planned_at: PlannedAt | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether any part is off the loss's exponent."""
+        return any(self.offsets.values())
+
+    @property
+    def shows_in_active_cuts(self) -> bool:
+        """Whether outputs with active cuts are all that has to be looked at."""
+        if self.changes or self.active_keys is None:
+            return False
+        return self.probed.knows(self.offsets)
+
+    @property
+    def active_modules(self) -> frozenset[str]:
+        """The modules whose outputs have an active cut."""
+        return self.probed.active_modules(self.offsets)
+
+    def forget_parameters(self) -> None:
+        """The plan, or what is known of the model, is another one."""
+        self._planned_at = None
+
+    def assign(
+        self, found: Walk, keys: Mapping[Cut, tuple[str, ...]], names: Mapping[int, str]
+    ) -> tuple[Assignment, str | None]:
+        """An offset for each component of a graph of which active cuts alone are in sight.
 
         Args:
-            plan: offsets by key.
+            found: the graph.
+            keys: of its cuts.
             names: of the parameters, by ``id``.
+
+        Returns:
+            The assignment, and a sentence if it is neutral since the graph has changed out of
+            sight: all outputs have to be looked at from the next forward on.
         """
-        offsets = {
-            name: {_offset(plan, home) for home in homes} for name, homes in self._homes.items()
-        }
-        return PlannedAt({number: (name, offsets.get(name)) for number, name in names.items()})
+        assignment = from_plan(found, keys, self.offsets)
+        if self._planned_at is None:
+            self._planned_at = PlannedAt(self.offsets, self.probed.homes(), names)
+        if assignment.unplanned is None and self._planned_at.fits(found, assignment.offsets):
+            return assignment, None
+        stranger = self._planned_at.stranger(found)
+        if stranger is not None:
+            return unplanned(found, stranger), None
+        missed = self._planned_at.misses(found, assignment.offsets)
+        if assignment.unplanned is None and missed is None:
+            return assignment, None
+        self.changes = True
+        if assignment.unplanned is not None:
+            return assignment, assignment.unplanned
+        return Assignment([0] * found.components), missed
 
 
 class PlannedAt:
     """The offsets at which a plan has parameters.
 
     Args:
-        offsets: by ``id``, the parameter's name and its offsets; None for one never met.
+        plan: offsets by key.
+        homes: for each parameter that was met, a key of every part that uses it.
+        names: of the parameters, by ``id``.
     """
 
-    def __init__(self, offsets: Mapping[int, tuple[str, set[int] | None]]) -> None:
-        self._offsets = offsets
+    def __init__(
+        self,
+        plan: Mapping[str, int],
+        homes: Mapping[str, set[str | None]],
+        names: Mapping[int, str],
+    ) -> None:
+        offsets = {name: {_offset(plan, home) for home in own} for name, own in homes.items()}
+        self._offsets = {number: (name, offsets.get(name)) for number, name in names.items()}
         self._only = {
-            number: next(iter(at)) for number, (_, at) in offsets.items() if at and len(at) == 1
+            number: next(iter(at))
+            for number, (_, at) in self._offsets.items()
+            if at and len(at) == 1
         }
+
+    def fits(self, found: Walk, offsets: list[int]) -> bool:
+        """Whether every parameter is where the plan has it, as far as one look tells."""
+        planned = map(self._only.get, map(id, found.leaves.leaves))
+        return list(planned) == found.leaves.at(offsets)
+
+    def stranger(self, found: Walk) -> str | None:
+        """A parameter that no probe has met, in a sentence; None if there is none."""
+        for leaf in found.leaves.leaves:
+            name, at = self._offsets.get(id(leaf), _NOBODY)
+            if at is None:
+                return f"{name!r} was not there when the plan was made"
+        return None
 
     def misses(self, found: Walk, offsets: list[int]) -> str | None:
         """A parameter that is not where the plan has it, in a sentence; None if all are.
 
         Args:
-            found: a graph.
+            found: a graph, without strangers.
             offsets: of its components.
         """
-        planned = map(self._only.get, map(id, found.leaves.leaves))
-        if list(planned) == found.leaves.at(offsets):
-            return None
         known, elsewhere = self._offsets, dict[int, str]()
         for _, _, leaf, component in found.leaves.rows():
             name, at = known.get(id(leaf), _NOBODY)
-            if at is None:
-                return f"{name!r} was not there when the plan was made"
             if at and offsets[component] not in at:
                 elsewhere[id(leaf)] = name
         if elsewhere and found.reused:
