@@ -16,8 +16,8 @@ are held to be true, and broken ones are listed:
     worse   no parameter has 1.5 times its error of one scale, unless it is below 1%
     idle    no region could join a neighbour with every error within 1.1 times or below 1%
 
-    PYTHONPATH=. python3 benchmarks/fidelity.py --device cuda --minutes 8 --lines found.jsonl
-    PYTHONPATH=. python3 benchmarks/fidelity.py --quick           small networks, on a CPU
+    PYTHONPATH=. python3 benchmarks/fidelity.py --minutes 8 --lines found.jsonl  minutes on a GPU
+    PYTHONPATH=. python3 benchmarks/fidelity.py --quick                           minutes on a CPU
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from benchmarks import catalogue
 from benchmarks.catalogue import Batch, Network
-from benchmarks.command import Command, add_line, at_least, begin, tell
+from benchmarks.command import Command, add_line, at_least, begin, check_target, tell
 from gradlift.plan import Graph, Plan
 from gradlift.torch import AdaptiveGradScaler
 
@@ -266,7 +266,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--only", nargs="+", metavar="NAME", help="these networks")
     command.add_argument("--minutes", type=at_least(1), default=60,
                          help="begin no network after so many (%(default)s)")  # fmt: skip
-    command.add_argument("--lines", metavar="PATH", help="add a line of JSON for each result")
+    command.add_argument(
+        "--lines", type=check_target, metavar="PATH", help="add a line of JSON for each result"
+    )
     command.add_argument("--training", type=at_least(1), default=40,
                          help="steps before the second look (%(default)s)")  # fmt: skip
     arguments = command.parse_args(argv)

@@ -18,9 +18,9 @@ to tell by how much losses differ by chance. Then the first four take turns (see
 The inputs are noise: where the gradients of a trained detector lie is not shown here, but what
 the scaler does in such a network, and what that takes.
 
-    PYTHONPATH=. python3 benchmarks/networks.py --device cuda --minutes 9 --lines found.jsonl
+    PYTHONPATH=. python3 benchmarks/networks.py --minutes 9 --lines found.jsonl  minutes on a GPU
     PYTHONPATH=. python3 benchmarks/networks.py --device cuda --only ssd300_vgg16
-    PYTHONPATH=. python3 benchmarks/networks.py --quick                small networks, on a CPU
+    PYTHONPATH=. python3 benchmarks/networks.py --quick                           minutes on a CPU
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from benchmarks import catalogue
 from benchmarks.catalogue import Network
-from benchmarks.command import Command, add_line, at_least, begin, tell
+from benchmarks.command import Command, add_line, at_least, begin, check_target, tell
 from benchmarks.turns import Ratio, compare, hold_probes, take_turns, time_probes
 from gradlift.torch import AdaptiveGradScaler
 
@@ -206,7 +206,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--only", nargs="+", metavar="NAME", help="these networks")
     command.add_argument("--minutes", type=at_least(1), default=60,
                          help="begin no network after so many (%(default)s)")  # fmt: skip
-    command.add_argument("--lines", metavar="PATH", help="add a line of JSON for each result")
+    command.add_argument(
+        "--lines", type=check_target, metavar="PATH", help="add a line of JSON for each result"
+    )
     command.add_argument("--steps", type=at_least(1),
                          help=f"of training ({FULL.steps}; quick: {QUICK.steps})")  # fmt: skip
     arguments = command.parse_args(argv)

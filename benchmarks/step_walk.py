@@ -5,14 +5,13 @@ A reader who follows a step has to go where it goes. Counted are the calls of na
 in another file than the call before it. Three steps of a small network on the CPU: one with a
 fused optimizer, one of the adaptive scaler between its probes, and its first probe.
 
-    PYTHONPATH=. python3 benchmarks/step_walk.py            the table
+    PYTHONPATH=. python3 benchmarks/step_walk.py            seconds on a CPU: the table
     PYTHONPATH=. python3 benchmarks/step_walk.py --tree     and the files in the order of the walk
     PYTHONPATH=. python3 benchmarks/step_walk.py --calls    and the functions called most often
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 import gradlift
+from benchmarks.command import Command
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 PACKAGE = Path(gradlift.__file__).parent
@@ -189,7 +189,7 @@ def most_called(found: Walk, at_least: int = 3) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Command(__doc__)
     parser.add_argument("--tree", action="store_true", help="the files in the order of the walk")
     parser.add_argument("--calls", action="store_true", help="the functions called most often")
     asked = parser.parse_args(arguments)

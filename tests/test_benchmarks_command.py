@@ -23,7 +23,9 @@ from benchmarks.turns import Ratio
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if "main()" in p.read_text())
 # Those of JAX run where JAX does.
-WITHOUT_DEVICE = ("deep_tanh", "distributed_traffic", "host_cost", "jax_overhead", "jax_scan")
+WITHOUT_DEVICE = (
+    "deep_tanh", "distributed_traffic", "host_cost", "jax_overhead", "jax_scan", "step_walk",
+)  # fmt: skip
 WITH_DEVICE = [name for name in SCRIPTS if name not in WITHOUT_DEVICE]
 
 
@@ -75,7 +77,9 @@ def test_a_bad_device_or_folder_ends_every_script_first(
 ):
     fail(script, "--device", "nosuch")
     assert "argument --device: nosuch: " in only_line(capsys)
-    option = "--out" if script == "eight_bit" else "--json"
+    option = {"eight_bit": "--out", "fidelity": "--lines", "networks": "--lines"}.get(
+        script, "--json"
+    )
     fail(script, "--device", "cpu", option, "/no/such/folder/out.json")
     assert f"argument {option}: there is no folder /no/such/folder" in only_line(capsys)
 
@@ -97,7 +101,7 @@ def test_a_bad_device_or_folder_ends_every_script_first(
         ("deep_tanh", ["--seeds", "none"], "must be a whole number, 1 or more, got none"),
         ("deep_tanh", ["--first", "6"], "argument --first: invalid choice: 6"),
         ("distributed_traffic", ["--ranks", "0"], "must be a whole number, 1 or more, got 0"),
-        ("networks", ["--only", "lenet"], "argument --only: invalid choice: 'lenet'"),
+        ("networks", ["--only", "lenet"], "there is no network 'lenet'; there are resnet50"),
         ("zhao2019", ["--fast"], "unrecognized arguments: --fast"),
     ],
 )

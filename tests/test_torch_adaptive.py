@@ -490,6 +490,7 @@ def test_a_float32_or_bfloat16_model_has_nothing_to_do_and_says_so(dtype):
     run.scaler.close()
 
 
+@pytest.mark.filterwarnings("ignore:gradlift. mul in the code outside:RuntimeWarning")
 def test_nan_in_a_probe_keeps_the_last_good_plan():
     model = tanh_net(4)
     run = Run(model, lr=0.0, interval=5).steps(12)

@@ -53,6 +53,7 @@ def test_anything_else_is_no_policy(policy: Any) -> None:
         GradScaler("cpu", policy=policy)
 
 
+@pytest.mark.filterwarnings("ignore:gradlift. mul_ in the code:RuntimeWarning")
 @FUSED
 def test_static_skips_and_keeps_its_scale(fused: bool) -> None:
     scaler, p = GradScaler("cpu", policy=Static(8.0)), parameter(1.0)

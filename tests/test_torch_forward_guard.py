@@ -69,6 +69,16 @@ def test_a_mended_product_is_right_where_a_plain_one_overflows(layer: str):
     assert (out - want).abs().max() < 2e-3 * want.abs().max()
 
 
+@pytest.mark.parametrize(("weight", "x"), [(2.0**-17, 1e5), (1e5, 1e-4), (3e5, 3e5), (1.0, 1.0)])
+def test_inputs_and_weights_beyond_the_range_are_brought_into_it(weight: float, x: float):
+    model = nn.Sequential(nn.Linear(16, 4, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(weight)
+    ForwardGuard(model).mend("0")
+    out = forward(model, torch.full((2, 16), x))
+    torch.testing.assert_close(out, torch.full((2, 4), 16 * weight * x), rtol=2e-3, atol=0)
+
+
 def test_a_mended_product_passes_its_gradient_on():
     module = nn.Linear(64, 8)
     x = torch.randn(5, 64)

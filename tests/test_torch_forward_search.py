@@ -138,6 +138,20 @@ def test_a_healthy_run_is_watched_never_and_ends_at_the_same_bits():
     assert not run.scaler.forward_guard.mended
 
 
+def test_an_evaluation_between_two_steps_is_not_watched():
+    model = network()
+    run = Run(model, made(GradScaler, model))
+    run.step(X * math.nan)
+    with torch.no_grad():
+        model(X * math.nan)
+    run.step()
+    assert run.scaler.last_cause is None
+    run.step(X * math.nan)
+    scaler = run.scaler
+    del scaler, run
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
 @BOTH
 def test_a_guard_mends_and_training_goes_on(kind: type[GradScaler]):
     model = network(hot=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.scaler import GradScaler
+from gradlift.torch.step import later_backward
 from gradlift.torch.step.update import SKIPPED
 
 
@@ -38,8 +39,19 @@ def clip_unscaled_(scaler: GradScaler, optimizer: torch.optim.Optimizer, max_nor
 
 
 def stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
-    """READY, UNSCALED or STEPPED."""
-    return scaler._steps.of(optimizer).entry["stage"]
+    """READY, UNSCALED or STEPPED; READY again where a later backward pass has made new gradients.
+
+    Raises:
+        RuntimeError: gradients that were unscaled have been added to since.
+    """
+    known = scaler._steps.of(optimizer)
+    later_backward.heed(scaler._check, known)
+    return known.entry["stage"]
+
+
+def model_of(scaler: GradScaler) -> torch.nn.Module | None:
+    """The model that the scaler was made for; None if there is none."""
+    return scaler._overflows.model
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Tensor:

@@ -348,6 +348,11 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             What ``optimizer.step`` returned, or None if the step was skipped.
         """
+        if args and isinstance(args[0], float) and type(optimizer).__module__.startswith("torch."):
+            raise ValueError(
+                f"step(optimizer, {args[0]!r}): a number says nothing here; to clip the gradient "
+                f"to this norm say max_norm={args[0]!r}"
+            )
         closure, rest, rest_kwargs = closures.split(args, kwargs)
         closures.check_arguments(max_norm, retries, closure)
         if max_norm is not None:

@@ -236,9 +236,10 @@ def _linear(module: nn.Linear, plain: Forward, x: Tensor) -> Tensor:
     half = _half_of(module, x)
     if half is None:
         return plain(module, x)
-    down, up = _powers(module, x)
+    down, down_weight, up = _powers(module, x)
     with torch.autocast(x.device.type, enabled=False):
-        product = F.linear((x.float() * down).to(half), module.weight.to(half)).float() * up
+        weight = (module.weight.float() * down_weight).to(half)
+        product = F.linear((x.float() * down).to(half), weight).float() * up
         return _back(product if module.bias is None else product + module.bias.float(), module)
 
 
@@ -247,9 +248,10 @@ def _conv(module: Any, plain: Forward, x: Tensor) -> Tensor:
     half = _half_of(module, x)
     if half is None:
         return plain(module, x)
-    down, up = _powers(module, x)
+    down, down_weight, up = _powers(module, x)
     with torch.autocast(x.device.type, enabled=False):
-        product = module._conv_forward((x.float() * down).to(half), module.weight.to(half), None)
+        weight = (module.weight.float() * down_weight).to(half)
+        product = module._conv_forward((x.float() * down).to(half), weight, None)
         product = product.float() * up
         if module.bias is not None:
             product = product + module.bias.float().reshape(-1, *[1] * (product.dim() - 2))
@@ -272,20 +274,29 @@ def _half_of(module: Any, x: Tensor) -> torch.dtype | None:
     return half if half == torch.float16 else None
 
 
-def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """2^-k and 2^k, 0-d float32 on the device of ``x``: k keeps the product below the format's
-    largest number, whatever the signs are, and is 0 where it stays below by itself."""
-    weight = module.weight.detach()
+def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What to multiply the input, the weight and the product by: 0-d float32 on the device of
+    ``x``, powers of two whose product is 1.
+
+    They keep all three below the format's largest number, whatever the signs are, and are 1 where
+    that is so by itself.
+    """
+    weight = module.weight.detach().float()
     rows = weight.reshape(weight.shape[0], -1)
-    bound = (
-        torch.linalg.vector_norm(x.detach().float(), math.inf)
-        * torch.linalg.vector_norm(rows.float(), 1, dim=1).max()
-    )
+    largest = torch.linalg.vector_norm(x.detach().float(), math.inf)
+    for_weight = _octaves_over(torch.linalg.vector_norm(rows, math.inf))
+    for_input = _octaves_over(largest)
+    bound = largest * torch.linalg.vector_norm(rows, 1, dim=1).max()
+    for_input = torch.maximum(for_input, _octaves_over(bound) - for_weight)
+    return tuple(map(_power_of_two, (-for_input, -for_weight, for_input + for_weight)))  # type: ignore[return-value]
+
+
+def _octaves_over(magnitude: Tensor) -> Tensor:
+    """By how many octaves, a whole float32, a magnitude (0-d float32) has to be lowered."""
     limit = math.log2(HALF.max) - _ROOM
-    over = torch.ceil(torch.log2(bound.clamp(min=1.0)) - limit).clamp(min=0.0)
-    # A product that is not finite anyway stays what it is.
-    k = torch.where(torch.isfinite(over), over, 0.0).clamp(max=126.0)
-    return _power_of_two(-k), _power_of_two(k)
+    over = torch.ceil(torch.log2(magnitude.clamp(min=1.0)) - limit).clamp(min=0.0)
+    # What is not finite anyway stays what it is.
+    return torch.where(torch.isfinite(over), over, 0.0).clamp(max=60.0)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

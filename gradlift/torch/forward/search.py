@@ -11,12 +11,14 @@ A run that skips for ever is watched once: what was found stays true until a ste
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gradlift.torch.compiled.entry_points import is_compiled
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard, Look
 from gradlift.torch.forward.watch import StepWatch
@@ -102,8 +104,16 @@ class CauseSearch:
             self._begin_watch()
 
     def _begin_watch(self) -> None:
-        self._watch = StepWatch(self._owner.model)
-        self._watch.start()
+        """Watch the next step: from the model's next forward pass that is to be differentiated on,
+        so that an evaluation in between is left alone; where no such pass can be seen, from now."""
+        model = self._owner.model
+        self._watch = watch = StepWatch(model)
+        # Whatever becomes of the scaler, nothing stays watched.
+        weakref.finalize(self, watch.stop)
+        if model is None or is_compiled(model):
+            watch.start()
+        else:
+            watch.start_with(model)
 
     def see_loss(self, loss: Tensor) -> None:
         """A loss, any shape, before it is scaled."""

@@ -29,6 +29,9 @@ from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
 from gradlift.torch.names import Names
 
+# More operations than a step has; what goes on for longer is none.
+MOST = 500_000
+
 
 class _Written(NamedTuple):
     """A tensor that was looked at; ``place`` is its row among the numbers of its device."""
@@ -73,6 +76,7 @@ class StepWatch:
         self._calls: list[tuple[int, int, str]] = []
         self._losses: list[tuple[int, int]] = []
         self._is_measuring = False
+        self._wait: Any = None
 
     @property
     def takes_notes(self) -> bool:
@@ -96,6 +100,16 @@ class StepWatch:
         self._mode = _Mode(self)
         self._mode.__enter__()
 
+    def start_with(self, model: nn.Module) -> None:
+        """Watch from the next forward pass of ``model`` on that is to be differentiated."""
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._wait = _remove(self._wait)
+                self.start()
+
+        self._wait = model.register_forward_pre_hook(begin)
+
     def _hook(self) -> Iterator[Any]:
         """Without a model every module there is; torch.compile warns of hooks like these."""
         if not self._modules:
@@ -107,6 +121,7 @@ class StepWatch:
 
     def stop(self) -> None:
         """Watch no more. Safe to call at any time, also after the step has raised."""
+        self._wait = _remove(self._wait)
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
@@ -140,6 +155,9 @@ class StepWatch:
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run; called by the mode."""
+        if len(self._noted) > MOST:
+            self.stop()
+            return
         schema = func._schema
         written = [*_tensors_in(out), *_written(schema, args, kwargs)]
         inputs = list(_tensors_in((args, kwargs)))
@@ -239,6 +257,11 @@ class StepWatch:
             )
             for noted in self._noted
         ]
+
+
+def _remove(handle: Any) -> None:
+    if handle is not None:
+        handle.remove()
 
 
 class _Mode(TorchDispatchMode):

@@ -170,11 +170,6 @@ def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
 
 def split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure | None, tuple, dict]:
     """The closure among the arguments of ``step``, and the arguments without it."""
-    if args and isinstance(args[0], (int, float)) and not isinstance(args[0], bool):
-        raise ValueError(
-            f"step(optimizer, {args[0]!r}): a number says nothing here; to clip the gradient to "
-            f"this norm say max_norm={args[0]!r}"
-        )
     if callable(kwargs.get("closure")):
         rest = dict(kwargs)
         return rest.pop("closure"), args, rest
