@@ -217,7 +217,7 @@ def test_the_cause_and_the_loss_are_in_the_records(tmp_path):
         run.steps(8)
     records = read(tmp_path / "run.jsonl").records
     assert [r.cause for r in records] == ["forward"] * 8
-    assert "in 1." in records[1].first_bad
+    assert "in 1." in str(records[1].first_bad)
     assert records[0].first_bad is None
     assert math.isnan(records[0].loss) or math.isinf(records[0].loss)
 
