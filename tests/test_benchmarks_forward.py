@@ -25,4 +25,5 @@ def test_it_trains_mended_and_does_not_otherwise(network: str):
     assert plain.skipped == 12
     assert mended.mended
     assert mended.skipped <= 4
-    assert mended.loss < exact.loss + 0.5
+    # A few steps behind, for those that were skipped.
+    assert mended.loss < 1.5 * exact.loss + 0.5

@@ -44,6 +44,7 @@ class Norm(nn.Module):
     def __init__(self, half: bool = False) -> None:
         super().__init__()
         self.weight, self.half_precision = nn.Parameter(torch.ones(WIDTH)), half
+        self.shift: Tensor
         self.register_buffer("shift", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ def test_lightning_resumed_in_the_middle_of_an_epoch_is_the_plain_loop(kind, tmp
     batches = 1 if kind is Manual else 2
     options = {} if kind is Manual else {"accumulate_grad_batches": 2, "gradient_clip_val": LOOSE}
 
-    class Stopping(kind):
+    class Stopping(kind):  # pyright: ignore[reportGeneralTypeIssues]
         def on_train_batch_end(self, *args):
             if self.done == HALF * batches:
                 self.trainer.save_checkpoint(tmp_path / "half.ckpt")

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.hooks import RemovableHandle
 
 from gradlift.torch.names import Names
@@ -329,7 +330,7 @@ def _one_type(module: nn.Module) -> Iterator[str]:
 @contextmanager
 def _swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Other tensors in the place of parameters; gradients flow through to these."""
-    accessor = torch.nn.utils._named_member_accessor.NamedMemberAccessor(module)
+    accessor = NamedMemberAccessor(module)
     old, _ = accessor.swap_tensors_dict(dict(tensors), allow_missing=False)
     try:
         yield

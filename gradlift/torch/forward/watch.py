@@ -242,8 +242,16 @@ class StepWatch:
         }
 
         def value(written: _Written) -> Value:
-            largest, *counts = numbers[written.device][written.place]
-            return Value(largest, *map(int, counts), written.elements, written.dtype, written.shape)
+            largest, infs, positive, nans = numbers[written.device][written.place]
+            return Value(
+                largest,
+                int(infs),
+                int(positive),
+                int(nans),
+                written.elements,
+                written.dtype,
+                written.shape,
+            )
 
         return [
             Operation(
