@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from cuts_harness import only_looks
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
@@ -75,8 +76,7 @@ def output_gradients(model, loss_of_model, scaler=None):
             def look(grad):
                 seen[number] = grad.clone()
 
-            look.only_looks = True
-            output.register_hook(look)
+            output.register_hook(only_looks(look))
 
         return hook
 

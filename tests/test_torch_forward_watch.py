@@ -285,7 +285,7 @@ def test_a_step_that_raises_leaves_nothing_behind():
     watch = StepWatch()
     watch.start()
     with pytest.raises(RuntimeError):
-        torch.ones(2) @ torch.ones(3)
+        torch.mv(torch.ones(2, 2), torch.ones(3))
     watch.stop()
     watch.stop()
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
