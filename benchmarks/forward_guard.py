@@ -47,6 +47,7 @@ def t5(width: int, layers: int) -> nn.Module:
     """T5 v1.1 whose feed-forward layers end beyond 65504."""
     from transformers import T5Config, T5ForConditionalGeneration
 
+    more: dict[str, Any] = {"tie_word_embeddings": False, "decoder_start_token_id": 0}
     config = T5Config(
         vocab_size=TOKENS, d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=layers,
         num_heads=4, feed_forward_proj="gated-gelu", dropout_rate=0.0,
