@@ -126,9 +126,18 @@ def test_a_chain_becomes_components_cuts_and_histograms():
     }  # fmt: skip
     assert all(component.format == "float32" for component in survey.graph.components)
     assert set(probe.tensors(10)) == {"0", "1", "2", *(n for n, _ in model.named_parameters())}
-    # The gradient at a cut counts for both sides of it.
-    nonzero = [histogram.nonzero for histogram in survey.histograms]
-    assert nonzero == [10, 10 + 30, 30 + 30, 30]
+    # Nothing is stored in a narrow format, so nothing asks to be kept; it bounds from above alone.
+    assert all(histogram.counts == () for histogram in survey.histograms)
+    assert all(histogram.peak is not None for histogram in survey.histograms)
+
+
+def test_a_gradient_in_half_precision_counts_for_both_sides_of_its_cut():
+    model, x = mlp(4, 6, 2), torch.randn(5, 4)
+    survey = probe_of(model, lambda m: in_half(m, x).pow(2).mean()).survey(10)
+    modules = [set(component.modules) for component in survey.graph.components]
+    assert modules == [set(), {"2", ""}, {"1"}, {"0"}]
+    elements = [histogram.nonzero + histogram.zeros for histogram in survey.histograms]
+    assert elements == [10, 10 + 30, 30 + 30, 30]
 
 
 def test_histograms_are_those_of_the_true_gradient_at_any_exponent():
