@@ -51,7 +51,7 @@ def t5(width: int, layers: int) -> nn.Module:
     config = T5Config(
         vocab_size=TOKENS, d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=layers,
         num_heads=4, feed_forward_proj="gated-gelu", dropout_rate=0.0,
-        tie_word_embeddings=False, decoder_start_token_id=0, pad_token_id=0,
+        pad_token_id=0, **more,
     )  # fmt: skip
     model = T5ForConditionalGeneration(config).float()
     _multiply(model, "wo", 3e5)
