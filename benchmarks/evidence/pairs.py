@@ -1,8 +1,9 @@
 """What is trained: a task, a network and the optimizer that its users use, in order of interest.
 
 Learning rates, sizes and tasks come from the recipes of the networks' users, scaled to these batch
-sizes, and were changed where float32 did not learn; no other way was looked at for that. Steps are few: one run shall take ten to
-forty seconds on an H200 with several beside it. ``small`` is for tests on a CPU.
+sizes, and were changed where float32 did not learn; no other way was looked at for that. Steps are
+few: one run shall take ten to forty seconds on an H200 with several beside it. ``small`` is for
+tests on a CPU.
 """
 
 from __future__ import annotations
