@@ -125,8 +125,9 @@ def test_a_gpts_gradients_are_nearer_to_the_truth_with_exponents_of_their_own(te
     planned = errors(TINY, text, weights, layerwise=True)
     one = errors(TINY, text, weights, layerwise=False)
     assert max(planned.values()) < 0.15
-    assert max(one.values()) > 2 * max(planned.values())
-    assert sum(one.values()) > 1.5 * sum(planned.values())
+    # One scale spends its headroom on small gradients, and is not far behind any more.
+    assert all(one[name] > error for name, error in planned.items())
+    assert sum(one.values()) > 1.2 * sum(planned.values())
 
 
 def test_the_small_benchmark_trains_near_bf16_with_planned_exponents(text):
