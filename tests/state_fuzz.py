@@ -297,6 +297,8 @@ def valid_scaler(state: Any) -> bool:
     if not isinstance(state, dict):
         return False
     own = state.get("gradlift")
+    if isinstance(own, dict):
+        own = {"steps": 0, "mended": "{}", **own}  # as states of old
     rest = {k: v for k, v in state.items() if k != "gradlift"}
     if "gradlift" in state and not (
         is_dict(
@@ -309,6 +311,8 @@ def valid_scaler(state: Any) -> bool:
             hysteresis_tracker=lambda v: is_whole(v, 0, 2**31 - 1),
             skipped_steps=lambda v: is_whole(v, 0, 2**30),
             scheduler_flags=lambda v: is_list(v, lambda row: is_list(row, is_flag, 8)),
+            steps=lambda v: is_whole(v, 0, 2**30),
+            mended=is_mended,
         )
         and own["min_scale"] <= own["max_scale"]
         and own["hysteresis_tracker"] <= own["hysteresis"]
@@ -322,6 +326,14 @@ def valid_scaler(state: Any) -> bool:
         growth_interval=lambda v: is_whole(v, 1, 2**31 - 1),
         _growth_tracker=lambda v: is_whole(v, 0, 2**30),
     ) and (rest["growth_factor"] == 1) == (rest["backoff_factor"] == 1)
+
+
+def is_mended(value: Any) -> bool:
+    """A JSON object of texts, as one text."""
+    try:
+        return is_text(value) and is_map(json.loads(value), is_text)
+    except (ValueError, RecursionError):
+        return False
 
 
 def is_exponent(value: Any) -> bool:
@@ -344,7 +356,7 @@ def is_map(value: Any, check: Any) -> bool:
 def valid_plan(plan: Any) -> bool:
     if not is_dict(
         plan,
-        version=lambda v: is_whole(v, 2, 2),
+        version=lambda v: is_whole(v, 3, 3),
         format=is_format,
         loss=is_whole,
         components=lambda v: is_list(v, valid_planned) and len(v) > 0,
@@ -378,8 +390,6 @@ def valid_planned(component: Any) -> bool:
         exponent=lambda v: is_whole(v, -144, 216),
         interval=lambda v: is_list(v, lambda end: is_whole(end, -1000, 1000)) and len(v) == 2,
         lost=lambda v: is_number(v, 0, 1),
-        zeros=maybe(lambda v: is_number(v, 0, 1)),
-        dead=is_whole,
         excess=lambda v: is_number(v, 0, 1000),
         reserved=lambda v: is_whole(v, 0, 1000),
     )
@@ -431,6 +441,12 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         peaks=lambda v: is_map(
             v, lambda rows: is_list(rows, valid_peak, 6)
         ),
+        unmet=lambda v: is_map(v, is_whole),
+        above=lambda v: is_list(v, is_step),
+        one_scale=is_flag,
+        clean=maybe(is_whole),
+        unplanned=lambda v: is_list(v, is_whole_or_negative) and len(v) == 3 and v[1] >= 0,
+        past=valid_past,
     ):  # fmt: skip
         return False
     plan, graph = pilot["plan"], pilot["graph"]
@@ -440,6 +456,12 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
     fits = plan is None or (plan["loss"] == graph["loss"] and len(plan["components"]) == count)
     shifts_fit = all(abs(by) <= 240 and is_step(at) for at, by in pilot["shifts"])
     return fits and shifts_fit and all(i < count for i in pilot["owners"].values())
+
+
+def valid_past(past: Any) -> bool:
+    if not isinstance(past, (list, tuple)) or len(past) != 2:
+        return False
+    return is_whole_or_negative(past[0]) and is_map(past[1], is_offset)
 
 
 def is_whole_or_negative(value: Any) -> bool:
@@ -452,7 +474,7 @@ def valid_peak(row: Any) -> bool:
     return is_step(row[0]) and (row[1] is None or is_exponent(row[1]))
 
 
-def valid_histogram(histogram: Any) -> bool:
+def valid_histogram(histogram: Any, of_one_tensor: bool = False) -> bool:
     if not is_dict(
         histogram,
         counts=lambda v: is_list(
@@ -464,6 +486,9 @@ def valid_histogram(histogram: Any) -> bool:
         ceiling=is_exponent,
         dark=is_whole,
         parameters=maybe(is_exponent),
+        tensors=lambda v: is_list(
+            v, lambda inner: not of_one_tensor and valid_histogram(inner, of_one_tensor=True)
+        ),
     ):
         return False
     counts = histogram["counts"]
@@ -512,12 +537,13 @@ def valid_pending(row: Any) -> bool:
     if not is_dict(row, record=lambda v: isinstance(v, dict), survey=maybe(valid_survey)):
         return False
     return is_dict(
-        {"bad_loss": False, **row["record"]},
+        {"bad_loss": False, "went_on": None, **row["record"]},
         step=is_step,
         exponent=lambda v: is_whole(v, -126, 127),
         amax=maybe(is_exponent),
         overflow=is_flag,
         bad_loss=is_flag,
+        went_on=maybe(is_exponent),
     )
 
 
@@ -528,7 +554,7 @@ def valid_adaptive(own: Any, rule: str) -> bool:
     version = own.get("version")
     if isinstance(version, bool) or version not in (1, 2) or not isinstance(version, int):
         return False
-    own = {"overflowed": [], "wide": [], **own}
+    own = {"overflowed": [], "wide": [], "changes": False, **own}
     if version == 1:
         own.pop("model", None)
         own["model"] = {"modules": "0" * 32, "parameters": None}
@@ -544,6 +570,7 @@ def valid_adaptive(own: Any, rule: str) -> bool:
         probing=is_flag,
         overflowed=lambda v: is_list(v, is_text),
         wide=lambda v: is_list(v, is_text),
+        changes=is_flag,
         model=lambda v: is_dict(v, modules=is_digest, parameters=maybe(is_digest)),
     ):  # fmt: skip
         return False
