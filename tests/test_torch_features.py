@@ -53,13 +53,14 @@ def test_anything_else_is_no_policy(policy: Any) -> None:
         GradScaler("cpu", policy=policy)
 
 
-@pytest.mark.filterwarnings("ignore:gradlift. mul_ in the code:RuntimeWarning")
 @FUSED
 def test_static_skips_and_keeps_its_scale(fused: bool) -> None:
     scaler, p = GradScaler("cpu", policy=Static(8.0)), parameter(1.0)
     optimizer = sgd(p, fused=fused)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # Of three skips in a row it is said where the inf began, which is no fault of the scale.
+        warnings.filterwarnings("ignore", "gradlift: mul_ in the code outside of all modules")
         train(scaler, optimizer, *(INF,) * 5)
     assert p.item() == 1.0
     assert scaler.get_scale() == 8.0

@@ -46,7 +46,7 @@ def next_number() -> int:
     """The number of a pass that is started for nothing else; torch counts them over all threads."""
     numbers: list[int] = []
     with torch.enable_grad():
-        tensor = torch.zeros((), device="cpu", requires_grad=True).view_as(torch.zeros(()))
+        tensor = torch.zeros((), device="cpu", requires_grad=True).view(())
     tensor.register_hook(lambda _: numbers.append(current_pass()))
     tensor.backward()
     return numbers[0]
