@@ -46,6 +46,8 @@ def test_a_bad_loss_is_told_once_with_advice() -> None:
     message = str(caught[0].message)
     assert "loss" in message
     assert re.search(r"float32|bfloat16|bf16|learning rate|forward", message)
+    with pytest.warns(RuntimeWarning, match="mul in the code outside of all modules"):
+        lossy(scaler, optimizer, p.sum() * NAN)
     for _ in range(5):
         lossy(scaler, optimizer, p.sum() * NAN)
     assert scaler.get_scale() == 65536.0

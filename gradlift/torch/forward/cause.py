@@ -44,6 +44,8 @@ class Cause:
     largest_input: float | None
     """The largest magnitude that the operation read; None where nothing is known."""
     certain: bool
+    in_loss: bool = False
+    """Whether it was in a loss, and not in gradients alone, which others may have spoiled."""
     rank: int | None = None
     """The rank it happened on; None where there is one alone."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,10 @@ class StepWatch:
         self.stop()
         last = self._read(grads)
         operations = self._operations()
-        found = find(operations, self._losses) or find(operations, last)
+        found = find(operations, self._losses)
+        if found is not None:
+            return replace(cause_of(found), in_loss=True)
+        found = find(operations, last)
         return None if found is None else cause_of(found)
 
     # What runs.

@@ -12,7 +12,8 @@ from gradlift.torch.ranks.groups import Ranks
 
 
 def first_of(found: Cause | None, ranks: Ranks, device: torch.device) -> Cause | None:
-    """What the first rank that found something found, told to all of them.
+    """What the first rank that found something found, told to all of them; one whose own loss was
+    bad before one whose gradients were, since these have been added up over the ranks.
 
     Args:
         found: what this rank did.
@@ -20,15 +21,16 @@ def first_of(found: Cause | None, ranks: Ranks, device: torch.device) -> Cause |
         device: where their messages travel.
     """
     text = b"" if found is None else json.dumps(asdict(found)).encode()
-    sizes = torch.zeros(ranks.size, dtype=torch.int64, device="cpu")
-    sizes[ranks.me] = len(text)
-    sizes = sizes.to(device)
-    ranks.reduce_(sizes)
-    known = sizes.tolist()
-    first = next((place for place, size in enumerate(known) if size), None)
-    if first is None:
+    table = torch.zeros(ranks.size, 2, dtype=torch.int64, device="cpu")
+    if found is not None:
+        table[ranks.me] = torch.tensor([1 + found.in_loss, len(text)], device="cpu")
+    table = table.to(device)
+    ranks.reduce_(table)
+    known = table.tolist()
+    first = max(range(ranks.size), key=lambda place: (known[place][0], -place))
+    if not known[first][0]:
         return None
-    mine = list(text) if first == ranks.me else [0] * known[first]
+    mine = list(text) if first == ranks.me else [0] * known[first][1]
     told = torch.tensor(mine, dtype=torch.int32, device="cpu").to(device)
     ranks.reduce_(told)
     heard = json.loads(bytes(told.tolist()))
