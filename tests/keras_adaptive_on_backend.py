@@ -351,7 +351,7 @@ def test_the_progress_bar_shows_whole_numbers(capsys):
         model.fit(*data(), batch_size=256, verbose=verbose, callbacks=[LossScaleLogger()])
         shown = capsys.readouterr().out
         assert "loss_scale: 1024 " in shown
-        assert "skipped_steps: 0\n" in shown
+        assert re.search(r"skipped_steps: 0(?![.\d])", shown)
         assert "at_floor: 0 " in shown
         assert "loss_scale: 1024." not in shown
 
