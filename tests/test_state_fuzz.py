@@ -28,7 +28,13 @@ def test_a_state_that_is_not_damaged_is_valid_and_accepted(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(
+    derandomize=True,
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_state_is_refused_or_truly_valid(name, data):
