@@ -67,8 +67,13 @@ class Cause:
                 "a buffer, such as a running mean, took in a bad batch: set it right or go back to "
                 "a checkpoint"
             )
-        if self.kind == "input":
+        if self.kind == "input" and self.in_loss:
             return "look at the data: this batch holds what it should not"
+        if self.kind == "input":
+            return (
+                "the losses were finite, and this reached the gradients from outside of the step: "
+                "look at what writes gradients, such as hooks and other ranks"
+            )
         if self.kind == "backward" and self.overflowed:
             return (
                 "the scaled gradient left the format's range here: a lower scale helps, or an "
@@ -104,7 +109,8 @@ class Cause:
         if self.kind in ("parameter", "buffer"):
             return f"the {self.kind} {self.name} already holds {values}"
         if self.kind == "input":
-            return f"an input already holds {values}"
+            what = "an input" if self.in_loss else "a tensor that the step did not make"
+            return f"{what} already holds {values}"
         place = self.name or "the code outside of all modules"
         made = f"the backward of {self.operation}" if self.kind == "backward" else self.operation
         read = ""
