@@ -167,6 +167,15 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_its_steps_again(tmp_path: Pa
     assert run.records[-1].scale == 4.0
 
 
+def test_a_restart_that_is_killed_at_once_has_undone_its_steps_all_the_same(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    first = JsonlWriter(path)
+    first.write([StepRecord(step, 8.0) for step in range(10)])
+    first.close()
+    JsonlWriter(path, first_step=6).close()
+    assert [r.step for r in read(path).records] == list(range(6))
+
+
 def test_a_long_last_line_does_not_restart_the_count(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     writer = JsonlWriter(path)
