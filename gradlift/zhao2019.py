@@ -161,7 +161,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Passage:
+class CutStatistics:
     """What a probe saw of the true gradient that passes a cut, and of the layer behind it."""
 
     name: str
@@ -238,7 +238,7 @@ class Formula:
     threshold: float
     limits: Limits
 
-    def layer_step(self, passage: Passage, exponent: int) -> Step:
+    def layer_step(self, passage: CutStatistics, exponent: int) -> Step:
         """Of a layer whose gradient comes at 2**exponent."""
         if passage.weight is None or passage.gradient is None:
             return PASS
@@ -246,7 +246,7 @@ class Formula:
         need, cap = for_product(stored, passage.weight, passage.terms, self.threshold, self.limits)
         return self._bounded(f"the product of {passage.name}", need, cap, exponent)
 
-    def cast_step(self, passage: Passage, exponent: int) -> Step:
+    def cast_step(self, passage: CutStatistics, exponent: int) -> Step:
         """Of a gradient that is cast to the format at 2**exponent."""
         if passage.gradient is None:
             return PASS

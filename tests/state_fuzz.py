@@ -216,7 +216,7 @@ class Piloting:
         return again.to_dict() == made.to_dict()
 
 
-class Planned:
+class PlannedComponent:
     """A ``Plan``, which is made anew and has nothing to change."""
 
     def fresh(self) -> Any:
@@ -245,7 +245,7 @@ TARGETS: dict[str, Any] = {
     "AdaptiveGradScaler, the paper's rule": Paper(),
     "MasterWeights": Masters(),
     "Pilot": Piloting(),
-    "Plan": Planned(),
+    "Plan": PlannedComponent(),
 }
 
 

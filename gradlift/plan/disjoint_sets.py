@@ -32,4 +32,8 @@ class DisjointSets:
 
     def roots(self) -> list[int]:
         """``find`` of every number, in their order."""
-        return [self.find(item) for item in range(len(self.parent))]
+        roots: list[int] = []
+        for item, parent in enumerate(self.parent):
+            # A parent is smaller than its children.
+            roots.append(item if parent == item else roots[parent])
+        return roots

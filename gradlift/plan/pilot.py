@@ -36,7 +36,7 @@ from gradlift.plan.histogram import Histogram
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose, overflowed_first
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
-from gradlift.zhao2019 import Passage, Zhao2019, check_same, name_of, resolve
+from gradlift.zhao2019 import CutStatistics, Zhao2019, check_same, name_of, resolve
 
 DEFAULT_INTERVAL = 200
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
@@ -82,7 +82,7 @@ class Survey:
     """For each component; None where nothing was recorded."""
     owners: Mapping[str, int]
     """The component that computes each parameter's gradient."""
-    passages: tuple[Passage, ...] = ()
+    passages: tuple[CutStatistics, ...] = ()
     """What the paper's rule needs of each cut; empty under the range rule."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class Pilot:
         graph: Graph,
         histograms: Sequence[Histogram | None],
         forecast: Sequence[int] | None = None,
-        passages: Sequence[Passage] = (),
+        passages: Sequence[CutStatistics] = (),
     ) -> Plan:
         here = record.exponent + self._shifted_since(record.step)
         self.plan = choose(
