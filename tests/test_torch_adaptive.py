@@ -388,7 +388,7 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
         scaler.pin({})
         assert scaler.get_scale() == start
         assert scaler.policy.backoff_factor == 0.5
-        with pytest.raises(RuntimeError, match=r"close\(\) has ended"):
+        with pytest.raises(RuntimeError, match=r"pin\(\) after close"):
             scaler.pin({"2": 3})
         assert not scaler._controller.engine.watch.watching
     other.load_state_dict(run.scaler.state_dict())

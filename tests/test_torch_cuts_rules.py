@@ -536,8 +536,10 @@ def test_none_gradients_pass(monkeypatch):
     model, given = Two(), []
     watched = Engine(model, linear=[First])
     watched.pin({"a": 5, "b": 2})
-    call = cuts.Cut.__call__
-    monkeypatch.setattr(cuts.Cut, "__call__", lambda *args: given.append(args[1]) or call(*args))
+    call = cuts.CutHook.__call__
+    monkeypatch.setattr(
+        cuts.CutHook, "__call__", lambda *args: given.append(args[1]) or call(*args)
+    )
 
     def backward(model, watched):
         scale(loss_of(model), watched).backward()

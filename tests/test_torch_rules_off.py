@@ -65,7 +65,7 @@ from torch import nn
 from gradlift.torch import AdaptiveGradScaler, names
 from gradlift.torch.adaptive import arming, cuts, engine, exponents, graph, outputs, watching
 from gradlift.torch.adaptive.arming import ArmedGraphs
-from gradlift.torch.adaptive.cuts import Cut, LeafReturn
+from gradlift.torch.adaptive.cuts import CutHook, LeafReturn
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.probe import survey
 
@@ -329,7 +329,7 @@ def test_none_passes_the_hooks(fails_without):
     def body():
         check(model, watched, lambda m, w: scale(loss_of(m), w).backward())
 
-    fails_without(Cut, "__call__", never_none, body, error=AttributeError)
+    fails_without(CutHook, "__call__", never_none, body, error=AttributeError)
     watched.close()
 
 

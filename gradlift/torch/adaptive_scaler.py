@@ -29,12 +29,11 @@ from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
 from gradlift.policy import Dynamic
-from gradlift.torch import checkpoint, settings
-from gradlift.torch.adaptive import adaptive_state
+from gradlift.torch import adaptive_state, checkpoint, settings
 from gradlift.torch.adaptive import emulate as emulation
-from gradlift.torch.adaptive.adaptive_state import STATE_KEY
 from gradlift.torch.adaptive.controller import DELAY, Controller
 from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive_state import STATE_KEY
 from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.model_identity import is_same
 from gradlift.torch.probe.layer_probe import LayerProbe
@@ -229,7 +228,7 @@ class AdaptiveGradScaler(GradScaler):
             return
         controller, ranks = self._controller, self._agreement.ranks
         found, bad_loss = self._check.overflow_counts(required=new_scale is None)
-        captures = capturing(found.device)
+        captures = found.is_cuda and capturing(found.device)
         if captures:
             controller.capture(found, bad_loss)
         if captures or self._closed:
@@ -238,7 +237,9 @@ class AdaptiveGradScaler(GradScaler):
             return
         sent = controller.send(found, bad_loss, ranks)
         self._end_iteration(new_scale, found, bad_loss)
-        controller.end_step(sent, controller.engine.take(), ranks, self._recorders)
+        probing = controller.engine.probes.current is not None
+        probe = controller.engine.take() if probing else None
+        controller.end_step(sent, probe, ranks, self._recorders)
 
     # Between a step's capture as a CUDA graph and its replays; see ``captured_step.py``.
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from gradlift.plan.pilot import Pilot, Record
-from gradlift.torch.adaptive.adaptive_state import Saved
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.largest import LargestGradients
 from gradlift.torch.adaptive.step_record import Pending
+from gradlift.torch.adaptive_state import Saved
 from gradlift.torch.model_identity import identity
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
@@ -72,7 +72,7 @@ class Controller:
         emulate: bool | str,
     ) -> None:
         self.pilot, self.engine, self.emulation = pilot, engine, emulation
-        self.largest = LargestGradients(engine.watch, engine.probes)
+        self.largest = LargestGradients(engine)
         self.captured: Captured | None = None
         self.pending: deque[Pending] = deque()
         """Steps that the pilot has not been shown yet."""
@@ -90,13 +90,14 @@ class Controller:
 
     def begin(self, loss: Tensor) -> None:
         """A loss is about to be scaled; raises if it cannot be."""
-        if self.engine.probing and capturing(loss.device):
+        probing = self.engine.probes.current is not None
+        if probing and capturing(loss.device):
             raise RuntimeError(
                 "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
                 "and capture a later one; gradlift.torch.CapturedStep does so by itself"
             )
         if self.emulation is not None:
-            calibrating = self.pilot.plan is None and self.engine.probing
+            calibrating = self.pilot.plan is None and probing
             self.emulation.begin(self.step_number, calibrating=calibrating)
         self.engine.check(loss)
 
@@ -158,7 +159,7 @@ class Controller:
         if ranks is not None:
             pending.layout = self._columns.end()
         self.pending.append(pending)
-        while len(self.pending) > (0 if self.pilot.searching else DELAY):
+        while len(self.pending) > DELAY or (self.pending and self.pilot.searching):
             self.learn(self.pending.popleft(), ranks, recorders)
         self.step_number += 1
         self._begin_random()
@@ -241,6 +242,8 @@ class Controller:
 
     def _probe_if_due(self) -> None:
         """Make the next step a probe, unless one is on its way or exponents are pinned."""
+        if self.step_number < self.pilot.next_probe and not self.engine.unplanned:
+            return
         waiting = any(pending.probed for pending in self.pending)
         # Ranks tell each other of unplanned graphs first, see ``_share``.
         if self.engine.unplanned and not self._has_ranks and not waiting:

@@ -18,13 +18,14 @@ therefore seen before its backward, and runs neutral: all offsets 0, a plain glo
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from gradlift.torch.adaptive.arming import ArmedGraphs, edges_below, is_differentiated
-from gradlift.torch.adaptive.cuts import DIFFERENTIATED, Cut, Gate, Marks
+from gradlift.torch.adaptive.cuts import DIFFERENTIATED, CutHook, Gate, Marks
 from gradlift.torch.adaptive.end_returns import Waiting
 from gradlift.torch.adaptive.exponents import Assignment, Pins, from_pins, from_plan, keys_of
 from gradlift.torch.adaptive.graph import Walk
@@ -35,7 +36,7 @@ from gradlift.torch.adaptive.watching import ModelWatch
 from gradlift.torch.names import check_offsets
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.probe.probes import Probes
-from gradlift.torch.ranks.pipelines import is_rehearsal
+from gradlift.torch.ranks.pipelines import STAGES, is_rehearsal
 from gradlift.torch.ranks.reductions import gathered_parameters
 
 # As far as two exponents of a plan can be apart.
@@ -94,7 +95,9 @@ class Engine:
             ValueError: an unknown name, or an offset that is no whole number in range.
         """
         if self._closed and offsets:
-            raise RuntimeError("close() has ended this; make a new scaler to pin exponents")
+            raise RuntimeError(
+                "pin() after close(): this scaler watches no model any more; make a new one"
+            )
         check_offsets(offsets, LARGEST_OFFSET)
         self._pins.set(offsets, self.watch.renewed_names())
         self.watch.refresh()
@@ -179,6 +182,16 @@ class Engine:
         return probe
 
     @property
+    def wide(self) -> frozenset[str]:
+        """Parameters whose gradients are computed in float32, as far as probes have seen."""
+        return self.probes.wide
+
+    @property
+    def parameter_names(self) -> Mapping[int, str]:
+        """The name of each parameter, by ``id``."""
+        return self.watch.names.of_parameter
+
+    @property
     def probing(self) -> bool:
         """Whether armed graphs record their gradients."""
         return self.probes.current is not None
@@ -214,7 +227,9 @@ class Engine:
         """
         if self.watch.compiled is not None:
             self._arm_compiled(scaled)
-        if self.watch.sees_nothing or is_rehearsal():
+        if self.watch.hook is None or self.watch.sees_nothing:
+            return
+        if STAGES in sys.modules and is_rehearsal():
             return
         tensors = [tensor for tensor in tensors_in(scaled) if tensor.grad_fn is not None]
         new = [(tensor, edges_below(tensor)) for tensor in tensors]
@@ -268,7 +283,7 @@ class Engine:
                 if not is_differentiated(found):
                     from_pins(found, pins)
 
-    def _assign(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
+    def _assign(self, found: Walk, keys: Mapping[CutHook, tuple[str, ...]]) -> Assignment:
         self.active, reasons = (), self._reasons
         reasons.note(None)
         if not found.cuts and not self.watch.owns_a_leaf(found):
@@ -290,7 +305,7 @@ class Engine:
             reasons.note(f"the graph is not the planned one: {assignment.unplanned}")
         return assignment
 
-    def _from_plan(self, found: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
+    def _from_plan(self, found: Walk, keys: Mapping[CutHook, tuple[str, ...]]) -> Assignment:
         if not self.watch.only_active:
             return from_plan(found, keys, self._plan.offsets)
         assignment, changed = self._plan.assign(found, keys, self.watch.names.of_parameter)
@@ -302,7 +317,7 @@ class Engine:
     def _set(
         self,
         found: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         offsets: list[int],
         gate: Gate,
     ) -> list[Waiting]:

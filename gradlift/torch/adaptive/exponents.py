@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gradlift.plan.key import Key
-from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.names import Names
 
@@ -68,10 +68,10 @@ class Pins:
                 yield f"{name!r} is pinned, but never called: the pin does nothing"
 
 
-def keys_of(walk: Walk) -> dict[Cut, tuple[str, ...]]:
+def keys_of(walk: Walk) -> dict[CutHook, tuple[str, ...]]:
     """The keys of every cut, the innermost module's first."""
     calls: Counter[tuple[str, int]] = Counter()
-    keys: dict[Cut, tuple[str, ...]] = {}
+    keys: dict[CutHook, tuple[str, ...]] = {}
     for cut in sorted((edge.cut for edge in walk.cuts), key=lambda cut: cut.number):
         own = []
         for name, output in cut.names:
@@ -109,7 +109,7 @@ def from_pins(walk: Walk, pins: Mapping[str, int]) -> Assignment:
 
 
 def from_plan(
-    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+    walk: Walk, keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
 ) -> Assignment:
     """Every component at its planned offset; all at 0 if the plan was made for another graph."""
     offsets = [0] * walk.components

@@ -280,25 +280,25 @@ class Search:
 
     def _numbers(self) -> list[int]:
         """For each item of the sets the number of its component; the loss's is 0."""
-        roots = list(map(self.sets.find, range(len(self.sets.parent))))
+        roots = self.sets.roots()
         number = {root: n for n, root in enumerate(sorted(set(roots)))}
         return [number[root] for root in roots]
 
     def _held(
         self, reasons: Iterable[tuple[Node, str | None]], leaves: list[torch.Tensor]
     ) -> dict[int, str]:
-        find, index = self.sets.find, self.index
-        held = {find(self.loss): "it holds the loss"}
+        roots, index = self.sets.roots(), self.index
+        held = {roots[self.loss]: "it holds the loss"}
         for node, reason in reasons:
             if reason:
-                held.setdefault(find(index[node]), reason)
+                held.setdefault(roots[index[node]], reason)
         for leaf, own in () if _all_usual(leaves) else zip(leaves, self.owners, strict=True):
             reason = not_planned_for(leaf)
             if reason:
-                held.setdefault(find(own), reason)
+                held.setdefault(roots[own], reason)
         for node, slot in self.feeds:
             if self.cuts[node][slot].spread:
-                held.setdefault(find(index[node]), SPREAD)
+                held.setdefault(roots[index[node]], SPREAD)
         return held
 
     def _hooked(self) -> Iterator[int]:
@@ -318,7 +318,7 @@ class Search:
         self, reused: frozenset[int], leaves: list[torch.Tensor], held: Mapping[int, str]
     ) -> None:
         """Joins the components that use one leaf, but those that are held."""
-        free = [self.sets.find(item) not in held for item in range(len(self.sets.parent))]
+        free = [root not in held for root in self.sets.roots()]
         first: dict[int, int] = {}
         for leaf, own in zip(leaves, self.owners, strict=True):
             if id(leaf) in reused and free[own]:

@@ -136,7 +136,7 @@ class ModelWatch:
             self._reasons.say("this version of torch does not show its backward passes to Python")
         elif self._out_of_reach:
             self._reasons.say(
-                "the model runs in compiled code that calls it where no probe can reach"
+                "the model is called from compiled code that cannot be run uncompiled for a probe"
             )
         else:
             return True
@@ -151,10 +151,10 @@ class ModelWatch:
 
     def _meet_compiled(self) -> None:
         # Imports torch's compiler, which takes seconds: only once there is something compiled.
-        from gradlift.torch.compiled.model import meet
+        from gradlift.torch.compiled.model import compiled_model
 
         self._remove_hook()
-        self.compiled = meet(self, self._model, self._linear)
+        self.compiled = compiled_model(self, self._model, self._linear)
         self.tell_compiled()
 
     def tell_compiled(self) -> None:

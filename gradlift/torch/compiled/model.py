@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gradlift.plan.key import Key
-from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan
 from gradlift.torch.adaptive.graph import Node, Walk, is_spread
 from gradlift.torch.compiled.entry_points import is_compiled, is_compiled_node, outermost
@@ -168,7 +168,7 @@ class CompiledModel:
         wanted = (Key.parse(key).module for key in self._plan)
         self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
 
-    def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
+    def note_held(self, walk: Walk, keys: Mapping[CutHook, tuple[str, ...]]) -> None:
         """Takes note of what the plan would move and this graph holds at the global scale."""
         if not self._pins:
             self._held.names.update(held_against(walk, keys, self._plan))
@@ -190,7 +190,7 @@ class CompiledModel:
             if region.generation == self.cuts.traces.generation:
                 from_pins(region.walk, pins)
 
-    def _assign(self, region: Region, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
+    def _assign(self, region: Region, keys: Mapping[CutHook, tuple[str, ...]]) -> Assignment:
         pins, plan = self._pins, self._plan
         neutral = Assignment([0] * region.walk.components)
         if pins:
@@ -232,8 +232,8 @@ class Watcher(Protocol):
     def probing(self) -> bool: ...
 
 
-def meet(watcher: Watcher, model: nn.Module, linear: frozenset[type]) -> CompiledModel:
-    """What a watcher needs for its model, which is compiled; it goes when the watcher does."""
+def compiled_model(watcher: Watcher, model: nn.Module, linear: frozenset[type]) -> CompiledModel:
+    """The compiled parts of a watcher's model; closed when the watcher is garbage."""
     reference = weakref.ref(watcher)
 
     def saw(module: nn.Module, output: Any) -> None:

@@ -21,13 +21,13 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradlift.plan.pilot import Survey
-from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.names import Names
 from gradlift.torch.probe.counting import dense
 from gradlift.torch.probe.moments import Sums, times_two_to, together
 from gradlift.torch.probe.probe import Probe
-from gradlift.zhao2019 import Moments, Passage
+from gradlift.zhao2019 import CutStatistics, Moments
 
 # Nodes of a loss whose gradient is that of a classifier.
 _CLASSIFIERS = ("LogSoftmax", "NllLoss", "BinaryCrossEntropy")
@@ -58,7 +58,7 @@ class LayerProbe(Probe):
     def attach(
         self,
         walk: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         offsets: list[int],
         parameters: Mapping[int, str],
         leaf_return: Callable[[Any], Any],
@@ -102,13 +102,13 @@ class LayerProbe(Probe):
         """``Probe``'s, with what was seen at every cut."""
         return replace(super().survey(exponent), passages=tuple(self._passages(exponent)))
 
-    def _passages(self, exponent: int) -> Iterator[Passage]:
+    def _passages(self, exponent: int) -> Iterator[CutStatistics]:
         weights, numbers = self._weights.read(), self.components.indices()
         for (down, up), number, sums in self._gradients_by_cut():
             row = self.rows[number]
             assert row.format is not None
             weight = Moments.from_sums(weights[number]) if number in weights else None
-            yield Passage(
+            yield CutStatistics(
                 row.key,
                 numbers[down],
                 numbers[up],

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.adaptive.reasons import NO_OUTPUT, NOT_ITS_OWN
 from gradlift.torch.forward.edge import OutputPeaks
@@ -46,7 +46,7 @@ class Probes:
     def attach(
         self,
         found: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         offsets: list[int],
         parameters: Mapping[int, str],
         leaf_return: Callable[[Any], Any],

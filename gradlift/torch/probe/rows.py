@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradlift.formats import Format
-from gradlift.torch.adaptive.cuts import Cut, Gate
+from gradlift.torch.adaptive.cuts import CutHook, Gate
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.probe.components import Components
 
@@ -58,7 +58,7 @@ class GradientRows:
     def attach(
         self,
         walk: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         offsets: list[int],
         parameters: Mapping[int, str],
         leaf_return: Callable[[Any], Any],
@@ -118,7 +118,9 @@ class GradientRows:
                     self.rows.append(row)
                 hook.arm(gate, self._where[where])
 
-    def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
+    def _number_components(
+        self, walk: Walk, keys: Mapping[CutHook, tuple[str, ...]]
+    ) -> dict[int, int]:
         numbers = {0: self.components.loss}
         for edge in walk.cuts:
             known = numbers.get(edge.upstream)

@@ -151,12 +151,13 @@ def _beside(
 
     The gradients of its parameters, and where gradients are rounded what is stored beside them.
     """
+    roots = rows.components.roots
     for component in formats.rounded:
         for row, found in seen.get(component, ()):
             if not row.rounded:
                 yield component, found
     for row, found in leaves:
-        own = rows.components.roots[row.downstream]
+        own = roots[row.downstream]
         narrow = not rows.is_wide(row.key) or formats.planned(own) is not None
         if found.nonfinite or narrow:
             yield own, found

@@ -39,18 +39,16 @@ class Alarms:
         """The counters start again."""
         self._seen = [0] * COUNTS
 
-    def sound(self, counts: list[int] | None, scaler: Any) -> None:
-        """React to ``counts``, if any arrived.
+    def sound(self, counts: list[int], scaler: Any) -> None:
+        """Act on what is new in ``counts``.
 
         Args:
-            counts: the scaler's counters, see ``update.py``; None if none arrived.
+            counts: the scaler's counters, see ``update.py``.
             scaler: whose they are; its public face alone is used.
 
         Raises:
             FloatingPointError: where the user asked for it.
         """
-        if counts is None:
-            return
         seen, self._seen = self._seen, counts
         if counts[BAD_LOSS] > seen[BAD_LOSS]:
             self._say_once("bad loss", BAD_LOSS_ADVICE, 5)

@@ -86,8 +86,8 @@ class Watch:
         return id(param) not in self._hooked and self._versions[id(param)] != _version(param.grad)
 
 
-def note(check: GradCheck) -> None:
-    """A loss is scaled: look after what lies unscaled, and forget what was cleared."""
+def loss_was_scaled(check: GradCheck) -> None:
+    """A loss was scaled: watch gradients that lie unscaled, and forget those that were cleared."""
     for known in check.steps.unscaled():
         optimizer = known.optimizer and known.optimizer()
         if optimizer is None:
@@ -98,8 +98,8 @@ def note(check: GradCheck) -> None:
             known.watch = Watch(optimizer)
 
 
-def heed(check: GradCheck, known: OptimizerStep) -> None:
-    """Before unscaled gradients are used: begin anew if they are those of a later pass.
+def before_use(check: GradCheck, known: OptimizerStep) -> None:
+    """Unscaled gradients are about to be used: begin anew if a later backward pass made them.
 
     Raises:
         RuntimeError: they are of both kinds.
