@@ -27,7 +27,7 @@ from gradlift.plan.pilot import Pilot, Record, Survey
 from gradlift.plan.plan import Plan
 from gradlift.plan.potential import Component, Cut, Graph
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights
-from gradlift.torch.adaptive.model_identity import identity
+from gradlift.torch.model_identity import identity
 
 KEY = "gradlift_adaptive"
 
@@ -121,7 +121,7 @@ class Adaptive(Scaler):
             engine.pins,
             engine.offsets,
             engine.probing,
-            engine.wide,
+            engine.probes.wide,
         )
         return (
             *super().everything(made),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive.model_identity import identity, is_same
+from gradlift.torch.model_identity import identity, is_same
 
 KEY = "gradlift_adaptive"
 

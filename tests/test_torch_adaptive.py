@@ -119,7 +119,7 @@ def test_it_climbs_from_a_low_start_without_an_overflow_and_stays():
     assert len(set(run.scales[20:])) <= 3
     assert run.scaler.plan.one_exponent_serves
     assert "one exponent serves" in str(run.scaler.plan)
-    assert not run.scaler._controller.engine.watching, "nothing to do between probes"
+    assert not run.scaler._controller.engine.watch.watching, "nothing to do between probes"
     run.scaler.close()
 
 
@@ -346,7 +346,7 @@ def test_a_disabled_one_watches_nothing_whatever_it_is_given():
     assert not disabled.probing
     disabled.pin({"2": 3})
     disabled.pin({})
-    assert not disabled._controller.engine.watching
+    assert not disabled._controller.engine.watch.watching
     run.scaler.close()
 
 
@@ -381,7 +381,7 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
         twin.steps(6)
         start = adaptive["scale"]
         assert twin.scales == [start] * 3 + [start / 2] + [start / 4] * 7
-        assert not scaler._controller.engine.watching
+        assert not scaler._controller.engine.watch.watching
         assert not scaler.probing
         assert not scaler._controller.largest._seen
         scaler.load_state_dict(adaptive)
@@ -390,7 +390,7 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
         assert scaler.policy.backoff_factor == 0.5
         with pytest.raises(RuntimeError, match=r"close\(\) has ended"):
             scaler.pin({"2": 3})
-        assert not scaler._controller.engine.watching
+        assert not scaler._controller.engine.watch.watching
     other.load_state_dict(run.scaler.state_dict())
     assert other.policy.backoff_factor == BACKOFF
     assert other.probing
@@ -534,7 +534,7 @@ def test_disabled_it_passes_everything_through():
     assert scaler.scale(loss) is loss
     scaler.update()
     assert scaler.state_dict() == {}
-    assert not scaler._controller.engine.watching
+    assert not scaler._controller.engine.watch.watching
 
 
 def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay():

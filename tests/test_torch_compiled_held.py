@@ -174,7 +174,7 @@ def test_calls_that_a_compiled_graph_cannot_tell_apart_run_neutral(kind, name):
     found = run(call, model, engine)
     assert all(map(torch.equal, found, neutral))
     assert f"{name!r} is called" in str(engine.neutral)
-    assert name not in dict(engine._compiled.active)
+    assert name not in dict(engine.watch.compiled.active)
     engine.probe()
     run(call, model, engine)
     held = {

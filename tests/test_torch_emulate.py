@@ -184,7 +184,7 @@ def test_the_order_does_not_depend_on_who_came_first():
     for pin_first in (True, False):
         scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=2.0**4)
         scaler._controller.engine.take()
-        assert not scaler._controller.engine.watching
+        assert not scaler._controller.engine.watch.watching
         hooks = list(torch_module._global_forward_hooks)
         if pin_first:
             scaler._controller.emulation.close()

@@ -86,7 +86,7 @@ def test_networks_that_train_in_turn_are_both_remembered():
         scaler.scale(part(X).pow(2).mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler._controller.engine.wide == {
+    assert scaler._controller.engine.probes.wide == {
         f"{n}.norm.{p}" for n in range(2) for p in ("weight", "bias")
     }
     scaler.close()
@@ -124,7 +124,7 @@ def test_it_is_the_same_after_a_checkpoint_a_copy_and_a_new_group():
     for each in (run, twin):
         each.step(spike=each.model.norm.weight)
         assert [each.step() for _ in range(8)] == [before] * 8
-    assert copy.deepcopy(run.scaler)._controller.engine.wide == {"norm.weight", "norm.bias"}
+    assert copy.deepcopy(run.scaler)._controller.engine.probes.wide == {"norm.weight", "norm.bias"}
     run.scaler.close()
     twin.scaler.close()
 

@@ -27,7 +27,7 @@ from gradlift.torch import AdaptiveGradScaler
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive_scaler import STATE_KEY
 from gradlift.torch.probe.layer_probe import LayerProbe, terms_of
-from gradlift.torch.probe.moments import Sums, sums_in_plain_torch
+from gradlift.torch.probe.moments import Sums, sums_by_kernel, sums_in_plain_torch
 from gradlift.zhao2019 import FLOAT16, Moments, Zhao2019, quantile
 
 FREE = Zhao2019(math.inf, math.inf)
@@ -160,11 +160,11 @@ def test_the_kernel_equals_the_plain_sums(numel, dtype, monkeypatch):
     values = torch.randn(numel) * torch.exp2(torch.randint(-12, 9, (numel,)).float())
     values[::7] = 0.0
     values = values.to(KERNEL_DEVICE, dtype)
-    found = moments_kernel.sums_of(values)
+    found = sums_by_kernel(values)
     assert found.tolist() == pytest.approx(plain_sums(values.cpu()), rel=1e-5, abs=1e-3)
-    assert torch.equal(found, moments_kernel.sums_of(values)), "the last bit is not left to chance"
+    assert torch.equal(found, sums_by_kernel(values)), "the last bit is not left to chance"
     values[numel // 2] = math.nan
-    assert Moments.from_sums(moments_kernel.sums_of(values).tolist()) is None
+    assert Moments.from_sums(sums_by_kernel(values).tolist()) is None
     assert Moments.from_sums(sums_in_plain_torch(values).tolist()) is None
 
 
@@ -489,7 +489,7 @@ def test_pickles_and_copies_go_on_by_the_same_rule():
         assert twin.state_dict() == run.scaler.state_dict()
         assert twin._controller.pilot.rule == FREE
         twin._controller.engine.probe()
-        assert isinstance(twin._controller.engine._probe, LayerProbe)
+        assert isinstance(twin._controller.engine.probes.current, LayerProbe)
         twin.close()
     run.scaler.close()
 
@@ -499,7 +499,7 @@ def test_the_range_rule_has_no_part_in_it():
     for options in ({}, {"rule": "range"}):
         torch.manual_seed(5)
         run = Run(mlp(30, gain=0.6), x, lr=0.02, interval=7, **{"rule": "range", **options})
-        assert type(run.scaler._controller.engine._probe).__name__ == "Probe"
+        assert type(run.scaler._controller.engine.probes.current).__name__ == "Probe"
         run.steps(12)
         pending = [pending.to_dict() for pending in run.scaler._controller.pending]
         assert not any(row["survey"] and row["survey"]["passages"] for row in pending)

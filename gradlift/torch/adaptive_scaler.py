@@ -35,8 +35,8 @@ from gradlift.torch.adaptive import emulate as emulation
 from gradlift.torch.adaptive.adaptive_state import STATE_KEY
 from gradlift.torch.adaptive.controller import DELAY, Controller
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.model_identity import is_same
 from gradlift.torch.forward.guard import ForwardGuard
+from gradlift.torch.model_identity import is_same
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.scaler import GradScaler

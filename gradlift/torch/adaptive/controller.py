@@ -23,8 +23,8 @@ from gradlift.torch.adaptive.adaptive_state import Saved
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.largest import LargestGradients
-from gradlift.torch.adaptive.model_identity import identity
 from gradlift.torch.adaptive.step_record import Pending
+from gradlift.torch.model_identity import identity
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks import adaptive_ranks
@@ -72,7 +72,7 @@ class Controller:
         emulate: bool | str,
     ) -> None:
         self.pilot, self.engine, self.emulation = pilot, engine, emulation
-        self.largest = LargestGradients(engine)
+        self.largest = LargestGradients(engine.watch, engine.probes)
         self.captured: Captured | None = None
         self.pending: deque[Pending] = deque()
         """Steps that the pilot has not been shown yet."""
@@ -178,7 +178,7 @@ class Controller:
         record = arrived.record()
         survey = arrived.survey(record.exponent)
         if survey is not None:
-            self.engine.peaks.warn()
+            self.engine.probes.peaks.warn()
         # Reading the report waits for the device, but only after an overflow.
         asks = record.overflow and survey is None
         shift = self.pilot.saw(
@@ -208,7 +208,7 @@ class Controller:
         self, recorder: Recorder, arrived: Pending, record: Record, probed: bool, shift: int
     ) -> None:
         """What a recorder cannot see for itself: probes, and plans with their reason."""
-        modules = arrived.modules(record.exponent, self.engine) if probed else ()
+        modules = arrived.modules(record.exponent, self.engine.watch.names.order) if probed else ()
         moved = shift or self.pilot.offsets != self.engine.offsets
         if record.amax is not None:
             recorder.measured(self.step_number - record.step, record.amax)
@@ -285,10 +285,10 @@ class Controller:
         engine = self.engine
         return self._columns.write(
             self.largest.all(self._scale.zero),
-            engine.recording,
+            engine.probes.current,
             engine.unplanned,
             # Asked only as long as it matters: to find out takes a walk over all modules.
-            self.pilot.plan is not None or engine.can_watch,
+            self.pilot.plan is not None or engine.watch.can_watch,
         )
 
     def received(self, columns: Tensor, disputed: Tensor) -> None:
@@ -344,7 +344,7 @@ class Controller:
     def _can_watch(self, arrived: Pending) -> bool:
         """Whether some rank can look at outputs."""
         agreed = arrived.agreed
-        return self.engine.can_watch if agreed is None else bool(agreed.watches)
+        return self.engine.watch.can_watch if agreed is None else bool(agreed.watches)
 
     # Checkpoints.
 
@@ -357,7 +357,7 @@ class Controller:
             self.engine.pins,
             self.engine.probing or any(p.unshared for p in self.pending),
             self.overflowed(),
-            self.engine.wide,
+            self.engine.probes.wide,
             identity(self.engine.model),
             # Each rank has a graph of its own, and all of them save one state.
             self.engine.changes and not self._has_ranks,
@@ -371,8 +371,8 @@ class Controller:
         self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self.engine.take()
-        self.engine.resume(saved.pilot["graph"], saved.pilot["owners"])
-        self.engine.wide, self.engine.changes = saved.wide, saved.changes
+        graph, owners = saved.pilot["graph"], saved.pilot["owners"]
+        self.engine.resume(graph, owners, saved.wide, saved.changes)
         self._follow()
         self._begin_random()
         if saved.probing:

@@ -39,6 +39,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
+from gradlift.plan.disjoint_sets import DisjointSets
 from gradlift.torch.adaptive.linearity import (
     IN_PLACE,
     Node,
@@ -166,32 +167,6 @@ class Walk:
     def is_held(self, component: int) -> bool:
         """Whether a plan leaves a component at the global scale."""
         return component in self.held or component in self.hooked
-
-
-class DisjointSets:
-    """Disjoint sets of whole numbers."""
-
-    def __init__(self) -> None:
-        self.parent: list[int] = []
-
-    def add(self) -> int:
-        self.parent.append(len(self.parent))
-        return len(self.parent) - 1
-
-    def find(self, item: int) -> int:
-        parent = self.parent
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
-    def join(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        # The smaller number stays, so that the loss's component keeps 0.
-        if a < b:
-            self.parent[b] = a
-        else:
-            self.parent[a] = b
 
 
 def walk(

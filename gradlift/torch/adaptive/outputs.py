@@ -29,13 +29,8 @@ class Watcher(Protocol):
     def saw(self, module: nn.Module, output: Any) -> None: ...
 
 
-def watch(watcher: Watcher) -> Watch:
-    """Installs the forward hook."""
-    return Watch(watcher)
-
-
-class Watch:
-    """A forward hook that goes with its watcher, or earlier."""
+class ForwardHook:
+    """torch's global forward hook, which goes with its watcher, or earlier."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.only: frozenset[int] | None = None

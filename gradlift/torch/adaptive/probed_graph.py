@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from gradlift.plan.key import Key
 from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Assignment, Key, from_plan, unplanned
+from gradlift.torch.adaptive.exponents import Assignment, from_plan, unplanned
 from gradlift.torch.adaptive.graph import Walk
 
 

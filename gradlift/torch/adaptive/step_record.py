@@ -12,7 +12,6 @@ from typing import Any
 
 from gradlift.plan.pilot import Record, Survey
 from gradlift.report.records import ModuleRecord
-from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.adaptive_ranks import AgreedColumns
 from gradlift.torch.ranks.shared_probe import Layout
@@ -70,11 +69,16 @@ class Pending:
             return None
         return self.probe.survey(exponent)
 
-    def modules(self, exponent: int, engine: Engine) -> tuple[ModuleRecord, ...]:
-        """What a probed step showed of each module; nothing if it comes from a checkpoint."""
+    def modules(self, exponent: int, order: Mapping[str, int]) -> tuple[ModuleRecord, ...]:
+        """What a probed step showed of each module; nothing if it comes from a checkpoint.
+
+        Args:
+            exponent: log2 of the scale in that step.
+            order: the place of each module's name in the model.
+        """
         if self.probe is None or self.probe.empty:
             return ()
-        return module_records(self.probe, exponent, engine.module_order)
+        return module_records(self.probe, exponent, order)
 
     def to_dict(self) -> dict[str, Any]:
         record = self.record()

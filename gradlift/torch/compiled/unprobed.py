@@ -16,8 +16,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from gradlift.plan.key import Key
 from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Key
 from gradlift.torch.adaptive.graph import Node, Walk
 from gradlift.torch.compiled.entry_points import is_compiled_node
 

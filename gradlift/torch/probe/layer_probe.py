@@ -103,7 +103,7 @@ class LayerProbe(Probe):
         return replace(super().survey(exponent), passages=tuple(self._passages(exponent)))
 
     def _passages(self, exponent: int) -> Iterator[Passage]:
-        weights, numbers, find = self._weights.read(), self.numbers(), self._sets.find
+        weights, numbers = self._weights.read(), self.components.indices()
         for (down, up), number, sums in self._gradients_by_cut():
             row = self.rows[number]
             assert row.format is not None
@@ -116,18 +116,18 @@ class LayerProbe(Probe):
                 Moments.from_sums(sums, exponent + row.offset),
                 weight,
                 row.terms if weight else 0,
-                self.classifies and down == find(self._loss),
+                self.classifies and down == self.components.loss,
             )
 
     def _gradients_by_cut(self) -> Iterator[tuple[tuple[int, int], int, list[float]]]:
         """Of each cut the components on its sides, its first row, and its sums, at that row's
         exponent: it has several rows where it was at several, as on a rank that ran neutral."""
-        find = self._sets.find
+        roots = self.components.roots
         found: dict[Any, tuple[tuple[int, int], int, list[float]]] = {}
         for number, sums in sorted(self._gradients.read().items()):
             row = self.rows[number]
             assert row.upstream is not None
-            sides = find(row.downstream), find(row.upstream)
+            sides = roots[row.downstream], roots[row.upstream]
             place = row.key, sides, row.format, row.terms
             if place in found:
                 _, first, known = found[place]

@@ -157,7 +157,7 @@ def shared(
     """
     counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64, device="cpu")
     if probe is not None and probe.rows:
-        counts += torch.tensor(probe._bins(), dtype=torch.int64, device="cpu")[: len(layout.rows)]
+        counts += torch.tensor(probe.bins(), dtype=torch.int64, device="cpu")[: len(layout.rows)]
     sums = new().sums if probe is None else probe.sums
     if not alike:
         parts = gathered(shared_probe.part_of(layout, counts, sums), ranks)
@@ -170,7 +170,7 @@ def shared(
     if whole is None or Layout.of(whole) != layout:
         whole = shared_probe.merged([Part(layout, [])], new())
     whole.sums = sums
-    shared_probe.hold(whole, shared_probe.unpack(layout, packed.cpu()))
+    whole.set_counts(shared_probe.unpack(layout, packed.cpu()))
     return whole
 
 
