@@ -2,10 +2,10 @@
 
     python tests/state_fuzz.py 20000 [SEED]
 
-prints for each class how many were refused in words, accepted and valid, or wrong. A damaged state may be accepted only if it is truly
-valid. What that means is written here a second time, apart from the package's own checks: types and
-ranges of each entry, and that the scaler, three steps later, still has a finite scale and a state
-that loads back to itself."""
+prints for each class how many were refused in words, accepted and valid, or wrong. A damaged state
+may be accepted only if it is truly valid. What that means is written here a second time, apart from
+the package's own checks: types and ranges of each entry, and that the scaler, three steps later,
+still has a finite scale and a state that loads back to itself."""
 
 from __future__ import annotations
 

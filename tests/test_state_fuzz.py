@@ -8,7 +8,7 @@ import copy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from state_fuzz import ODD, TARGETS, at, changes, judge, outcomes, paths
+from state_fuzz import ODD, TARGETS, changes, judge, outcomes, paths
 
 NUMBERS = st.integers() | st.floats() | st.integers(-400, 400)
 VALUES = st.sampled_from(ODD) | NUMBERS | st.text(max_size=5) | st.lists(NUMBERS, max_size=3)
