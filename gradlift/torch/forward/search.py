@@ -109,7 +109,7 @@ class CauseSearch:
         model = self._owner.model
         self._watch = watch = StepWatch(model)
         # Whatever becomes of the scaler, nothing stays watched.
-        weakref.finalize(self, watch.stop)
+        self._unwatch = weakref.finalize(self, watch.stop)
         if model is None or is_compiled(model):
             watch.start()
         else:
@@ -145,7 +145,7 @@ class CauseSearch:
             grads: those that are there.
             share: over the ranks.
         """
-        watch, self._watch = self._watch, None
+        watch = self._end_watch()
         if watch is None:
             return
         found = share(watch.cause(grads))
@@ -162,12 +162,17 @@ class CauseSearch:
 
     def stop(self) -> None:
         """Look no more."""
-        watch, self._watch = self._watch, None
+        self._end_watch()
         look, self._look = self._look, None
-        if watch is not None:
-            watch.stop()
         if look is not None:
             look.stop()
+
+    def _end_watch(self) -> StepWatch | None:
+        """The watch that was on and is no more; its notes go with it."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self._unwatch()
+        return watch
 
     # At once.
 
