@@ -29,9 +29,10 @@ class Run:
         layout: "ddp", "fsdp2", or "plain" for a process that trains alone.
         rule: the scaler's.
         data: the rank whose data is seen; None for the same on all.
+        process_group: the scaler's.
     """
 
-    def __init__(self, layout, rule, data=None):
+    def __init__(self, layout, rule, data=None, process_group=None):
         torch.manual_seed(0)
         self.model, self.data = Deep(), data
         self.outer = self.model
@@ -41,8 +42,11 @@ class Run:
             for layer in self.model.layers:
                 fully_shard(layer)
             fully_shard(self.model)
-        self.scaler = AdaptiveGradScaler(self.outer, "cpu", interval=6, rule=rule)
+        self.scaler = AdaptiveGradScaler(
+            self.outer, "cpu", interval=6, rule=rule, process_group=process_group
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2.0**-8)
+        self.parts = self.model, self.optimizer, self.scaler
         self.step_number = 0
 
     def step(self):

@@ -89,7 +89,7 @@ def odd_run(kind, rule, rank):
     model = Odd()
     plain, odd, dice = copy.deepcopy(model), rank == WORLD - 1, random.Random(rank)
     outer, reference = wrapped(model, kind, odd), wrapped(plain, kind, odd)
-    # PlannedComponent for 8 bits and rounded nowhere: many exponents, and float32 that loses none.
+    # Planned for 8 bits and rounded nowhere: many exponents, and float32 that loses none.
     scaler = AdaptiveGradScaler(outer, "cpu", format="float8_e4m3fn", interval=4, rule=rule)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
     seen = {"exact": [], "states": [], "active": [], "neutral": []}

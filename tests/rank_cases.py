@@ -373,7 +373,7 @@ def settings_that_differ() -> None:
     disputed(scaler_of(growth_interval=interval, process_group=dist.group.WORLD), "policy")
 
 
-class PlannedComponent:
+class Planned:
     """Adds a plan that no other rank has to the agreement."""
 
     def fingerprint(self) -> int:
@@ -389,7 +389,7 @@ class PlannedComponent:
 @case(2)
 def plans_that_differ() -> None:
     scaler = scaler_of(process_group=dist.group.WORLD)
-    scaler._agreement.addition = PlannedComponent()
+    scaler._agreement.addition = Planned()
     disputed(scaler, "plan", "8 on rank 1")
 
 

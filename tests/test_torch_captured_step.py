@@ -237,7 +237,7 @@ def test_gpu_what_other_threads_do_does_not_end_a_capture():
             event = torch.cuda.Event()
             event.record(stream)
             event.query()
-            torch.empty(1000, pin_memory=True)
+            torch.empty(1000, device="cpu", pin_memory=True)
             asked.set()
 
     captured = CapturedStep(trainer.scaler, trainer.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import warnings
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gradlift.report import read
 from gradlift.torch import AdaptiveGradScaler, ForwardGuard, GradScaler
+from gradlift.torch.forward.watch import StepWatch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:gradlift. the loss is inf or NaN:RuntimeWarning",
@@ -124,6 +126,18 @@ def test_a_step_that_is_watched_and_turns_out_fine_leaves_nothing():
     assert run.scaler.last_cause is None
     assert run.scaler.skipped_steps == 1
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:gradlift:RuntimeWarning")
+def test_what_was_noted_of_a_watched_step_goes_with_it():
+    """Every bad batch leads to a watch, with a number for each operation of a step."""
+    model = network()
+    run = Run(model, made(GradScaler, model))
+    for _ in range(2):
+        run.steps(1, X * math.nan)
+        run.steps(3)
+    gc.collect()
+    assert not any(type(thing) is StepWatch for thing in gc.get_objects())
 
 
 def test_a_healthy_run_is_watched_never_and_ends_at_the_same_bits():

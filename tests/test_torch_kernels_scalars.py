@@ -100,7 +100,7 @@ def test_a_remark_holds_the_greatest_and_the_flags(device, count):
     for place, value in ((0, 9.0), (count - 1, 11.0), (count // 2, math.nan)):
         largest = torch.arange(count, dtype=torch.float32, device=at) / count
         largest[place] = value
-        row = torch.full((4,), -1.0, pin_memory=device == "cuda")
+        row = torch.full((4,), -1.0, device="cpu", pin_memory=device == "cuda")
         numbers = [torch.tensor(x, device=at) for x in (1024.0, 2.0, 1.0)]
         launch(numbers[0], largest, numbers[1], numbers[2], row, count)
         if device == "cuda":

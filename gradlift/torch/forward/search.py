@@ -109,7 +109,7 @@ class CauseSearch:
         model = self._owner.model
         self.under_way = watch = StepWatch(model)
         # Whatever becomes of the scaler, nothing stays watched.
-        weakref.finalize(self, watch.stop)
+        self._unwatch = weakref.finalize(self, watch.stop)
         if model is None or is_compiled(model):
             watch.start()
         else:
@@ -148,7 +148,7 @@ class CauseSearch:
         watch = self.under_way
         if not isinstance(watch, StepWatch):
             return
-        self.under_way = None
+        self.stop()
         found = share(watch.cause(grads))
         if found is None:
             self._is_answered = False
@@ -164,7 +164,9 @@ class CauseSearch:
     def stop(self) -> None:
         """Look no more."""
         under_way, self.under_way = self.under_way, None
-        if under_way is not None:
+        if isinstance(under_way, StepWatch):
+            self._unwatch()  # the finalizer, which would keep its notes
+        elif under_way is not None:
             under_way.stop()
 
     # At once.
