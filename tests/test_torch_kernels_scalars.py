@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from scaler_parts import controller_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -120,8 +121,8 @@ def test_a_small_model_leaves_the_same_records_as_a_large_one(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
         scaler = AdaptiveGradScaler(model, "cuda")
         seen = []
-        learn = scaler._controller.learn
-        scaler._controller.learn = lambda pending, *rest: (
+        learn = controller_of(scaler).learn
+        controller_of(scaler).learn = lambda pending, *rest: (
             seen.append(pending.record()),
             learn(pending, *rest),
         )[1]

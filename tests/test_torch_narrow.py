@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from scaler_parts import engine_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
@@ -47,7 +48,7 @@ class Training:
     def settled(self):
         """The scale after some steps; the next one is no probe."""
         scale = [self.step() for _ in range(20)][-1]
-        return self.step() if self.scaler._controller.engine.probing else scale
+        return self.step() if engine_of(self.scaler).probing else scale
 
     def step(self, spike=None):
         """A step; a spike is a parameter whose gradient is 2**20 larger than ever."""
@@ -82,11 +83,11 @@ def test_networks_that_train_in_turn_are_both_remembered():
     scaler = AdaptiveGradScaler(model, "cpu")
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
     for part, optimizer in zip(model, optimizers, strict=True):
-        scaler._controller.engine.probe()
+        engine_of(scaler).probe()
         scaler.scale(part(X).pow(2).mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler._controller.engine.probes.wide == {
+    assert engine_of(scaler).probes.wide == {
         f"{n}.norm.{p}" for n in range(2) for p in ("weight", "bias")
     }
     scaler.close()
@@ -124,7 +125,7 @@ def test_it_is_the_same_after_a_checkpoint_a_copy_and_a_new_group():
     for each in (run, twin):
         each.step(spike=each.model.norm.weight)
         assert [each.step() for _ in range(8)] == [before] * 8
-    assert copy.deepcopy(run.scaler)._controller.engine.probes.wide == {"norm.weight", "norm.bias"}
+    assert engine_of(copy.deepcopy(run.scaler)).probes.wide == {"norm.weight", "norm.bias"}
     run.scaler.close()
     twin.scaler.close()
 
