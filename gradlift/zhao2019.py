@@ -13,7 +13,8 @@ pseudo-code, where S is the scale that g carries when it comes to the layer; ``l
     both:           alpha <= scale_bound, S alpha <= accum_bound, rounded down to a power of two
     all other ops:  pass S through
 
-This file is the formula for one layer; ``carried.py`` takes it from the loss to every component.
+This file is the formula for one layer; ``plan/paper_planner.py`` takes it from the loss to every
+component.
 What differs from the authors' code: formats other than fp16, and at a cast a gradient of one
 value everywhere counts by its mean square, not by its deviation of 0.
 """

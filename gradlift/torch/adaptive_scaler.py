@@ -228,7 +228,7 @@ class AdaptiveGradScaler(GradScaler):
             return
         controller, ranks = self._controller, self._agreement.ranks
         found, bad_loss = self._check.overflow_counts(required=new_scale is None)
-        captures = found.is_cuda and capturing(found.device)
+        captures = capturing(found.device)
         if captures:
             controller.capture(found, bad_loss)
         if captures or self._closed:

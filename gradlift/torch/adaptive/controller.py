@@ -154,12 +154,14 @@ class Controller:
         recorders: Iterable[Recorder],
     ) -> None:
         """Put the step into the queue, and show the pilot those whose turn has come."""
-        if ranks is not None and ranks.size == 1:
-            ranks = None  # there is nobody to wait for
-        self._has_ranks = ranks is not None
-        pending, layout = Pending(self.step_number, sent, probe), self._columns.end()
+        pending = Pending(self.step_number, sent, probe)
         if ranks is not None:
-            pending.layout = layout
+            layout = self._columns.end()
+            if ranks.size == 1:
+                ranks = None  # there is nobody to wait for
+            else:
+                pending.layout = layout
+        self._has_ranks = ranks is not None
         self.pending.append(pending)
         while len(self.pending) > DELAY or (self.pending and self.pilot.searching):
             self.learn(self.pending.popleft(), ranks, recorders)

@@ -56,7 +56,7 @@ class Region:
     """Components, cuts (with their names) and what is held; nodes and leaves are left out."""
     pairs: dict[CutHook, FactorPair]
     generation: int
-    """Which modules had cuts when it was traced; see ``compiled.py``."""
+    """Which modules had cuts when it was traced; see ``factors.py``."""
     probed: bool = False
     """Whether a probe was taken since; its factors are 1 until then."""
 
