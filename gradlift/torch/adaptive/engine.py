@@ -21,7 +21,6 @@ Where the model is compiled, ``compiled/model.py`` says what is different.
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -43,6 +42,7 @@ from gradlift.torch.names import Names, check_offsets
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.pipelines import is_rehearsal
 from gradlift.torch.ranks.reductions import gathered_parameters
+from gradlift.troubleshooting import warn
 
 # As far as two exponents of a plan can be apart.
 LARGEST_OFFSET = 120
@@ -479,7 +479,12 @@ class Engine:
         if reason not in self._said:
             self._said.add(reason)
             ending = f"; {so}" if whole else ""
-            warnings.warn(f"gradlift: {reason}{ending}", stacklevel=2)
+            warn(
+                f"gradlift: {reason}{ending}",
+                "gradients-stay-at-the-global-scale",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _noting(engine: Engine) -> Callable[[str], None]:

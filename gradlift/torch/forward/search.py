@@ -10,7 +10,6 @@ A run that skips for ever is watched once: what was found stays true until a ste
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from gradlift.torch.compiled.entry_points import is_compiled
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard, Look
 from gradlift.torch.forward.watch import StepWatch
+from gradlift.troubleshooting import warn
 
 # Skipped steps in a row that are no search for a scale.
 UNCLEAR = 3
@@ -75,10 +75,10 @@ class CauseSearch:
         if self.guard is not None:
             self.guard.load_state_dict(mended)
         elif mended:
-            warnings.warn(
+            warn(
                 f"gradlift: the state was saved with modules mended ({', '.join(mended)}), and "
                 'this scaler has no guard: give it forward="mend", or they may overflow again',
-                RuntimeWarning,
+                "the-state-was-saved-with-modules-mended",
                 stacklevel=4,
             )
 
@@ -129,9 +129,9 @@ class CauseSearch:
             names = ", ".join(
                 f"{name or 'the model'} ({self.guard.mended[name]})" for name in mended
             )
-            warnings.warn(
+            warn(
                 f"gradlift: ForwardGuard runs these modules mended from now on: {names}",
-                RuntimeWarning,
+                "forwardguard-runs-these-modules-mended",
                 stacklevel=4,
             )
         elif look is not None:
@@ -153,7 +153,7 @@ class CauseSearch:
             self._is_answered = False
             return
         self.last = self.found_now = found
-        warnings.warn(f"gradlift: {self.last}", RuntimeWarning, stacklevel=4)
+        warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
 
     def end_step(self) -> None:
         """The step is over; whatever was still on ends with it."""
