@@ -26,8 +26,9 @@ from gradlift.troubleshooting import warn
 # Skipped steps in a row that are no search for a scale.
 UNCLEAR = 3
 
-Share = Callable[[Cause | None], Cause | None]
-"""What this rank found goes in; what the first of them that found something found comes out."""
+Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
+"""What this rank found and whether it came too late go in; what the first of them that found
+something found, and whether any came too late, come out."""
 
 
 class HasModel(Protocol):
@@ -55,6 +56,8 @@ class CauseSearch:
         """What broke the step under way, where it was watched."""
         self._watch: StepWatch | None = None
         self._look: Look | None = None
+        self._goes_on = self._was_late = False
+        """Whether the watch is for the step after the one under way."""
         self._seen_bad_losses = 0
         self._is_answered = False
         self._guard_knows = True
@@ -63,7 +66,7 @@ class CauseSearch:
     @property
     def is_watching(self) -> bool:
         """Whether the step under way is watched."""
-        return self._watch is not None
+        return self._watch is not None and not self._goes_on
 
     @property
     def mended(self) -> dict[str, str]:
@@ -117,7 +120,7 @@ class CauseSearch:
 
     def see_loss(self, loss: Tensor) -> None:
         """A loss, any shape, before it is scaled."""
-        if self._look is not None:
+        if self._look is not None and self._look.has_seen:
             self._end_look()
         if self._watch is not None:
             self._watch.see_loss(loss)
@@ -148,26 +151,39 @@ class CauseSearch:
         watch, self._watch = self._watch, None
         if watch is None:
             return
-        found = share(watch.cause(grads))
+        watch.stop()
+        found, late = share(None if watch.is_late else watch.cause(grads), watch.is_late)
+        was_late, self._was_late = self._was_late, late
         if found is None:
-            self._is_answered = False
+            self._is_answered = late
+            if late and not was_late:
+                # Trainers that update after the next forward pass: then the one after that.
+                self._begin_watch()
+                self._goes_on = True
             return
         self.last = self.found_now = found
         warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
 
     def end_step(self) -> None:
-        """The step is over; whatever was still on ends with it."""
+        """The step is over, and what was on for it ends with it."""
         self.found_now = None
-        self.stop()
+        if self._look is not None and self._look.has_seen:
+            self._end_look()
+        goes_on, self._goes_on = self._goes_on, False
+        if not goes_on:
+            self._end_watch()
 
     def stop(self) -> None:
         """Look no more."""
-        watch, self._watch = self._watch, None
+        self._end_watch()
         look, self._look = self._look, None
-        if watch is not None:
-            watch.stop()
         if look is not None:
             look.stop()
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
 
     # At once.
 
