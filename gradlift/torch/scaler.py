@@ -320,9 +320,11 @@ class GradScaler(torch.amp.GradScaler):
             found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
             self._search.end(found, self._share_cause)
 
-    def _share_cause(self, found: Cause | None) -> Cause | None:
+    def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
         ranks = self._agreement.ranks
-        return found if ranks is None else first_of(found, ranks, self._device_scale.device)
+        if ranks is None:
+            return found, late
+        return first_of(found, late, ranks, self._device_scale.device)
 
     # Step.
 

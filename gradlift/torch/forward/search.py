@@ -10,7 +10,6 @@ A run that skips for ever is watched once: what was found stays true until a ste
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -22,12 +21,14 @@ from gradlift.torch.compiled.entry_points import is_compiled
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard, Look
 from gradlift.torch.forward.watch import StepWatch
+from gradlift.troubleshooting import warn
 
 # Skipped steps in a row that are no search for a scale.
 UNCLEAR = 3
 
-Share = Callable[[Cause | None], Cause | None]
-"""What this rank found goes in; what the first of them that found something found comes out."""
+Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
+"""What this rank found and whether it came too late go in; what the first of them that found
+something found, and whether any came too late, come out."""
 
 
 class HasModel(Protocol):
@@ -55,6 +56,8 @@ class CauseSearch:
         """What broke the step under way, where it was watched."""
         self._watch: StepWatch | None = None
         self._look: Look | None = None
+        self._goes_on = self._was_late = False
+        """Whether the watch is for the step after the one under way."""
         self._seen_bad_losses = 0
         self._is_answered = False
         self._guard_knows = True
@@ -63,7 +66,7 @@ class CauseSearch:
     @property
     def is_watching(self) -> bool:
         """Whether the step under way is watched."""
-        return self._watch is not None
+        return self._watch is not None and not self._goes_on
 
     @property
     def mended(self) -> dict[str, str]:
@@ -75,10 +78,10 @@ class CauseSearch:
         if self.guard is not None:
             self.guard.load_state_dict(mended)
         elif mended:
-            warnings.warn(
+            warn(
                 f"gradlift: the state was saved with modules mended ({', '.join(mended)}), and "
                 'this scaler has no guard: give it forward="mend", or they may overflow again',
-                RuntimeWarning,
+                "the-state-was-saved-with-modules-mended",
                 stacklevel=4,
             )
 
@@ -117,7 +120,7 @@ class CauseSearch:
 
     def see_loss(self, loss: Tensor) -> None:
         """A loss, any shape, before it is scaled."""
-        if self._look is not None:
+        if self._look is not None and self._look.has_seen:
             self._end_look()
         if self._watch is not None:
             self._watch.see_loss(loss)
@@ -129,9 +132,9 @@ class CauseSearch:
             names = ", ".join(
                 f"{name or 'the model'} ({self.guard.mended[name]})" for name in mended
             )
-            warnings.warn(
+            warn(
                 f"gradlift: ForwardGuard runs these modules mended from now on: {names}",
-                RuntimeWarning,
+                "forwardguard-runs-these-modules-mended",
                 stacklevel=4,
             )
         elif look is not None:
@@ -148,17 +151,26 @@ class CauseSearch:
         watch = self._end_watch()
         if watch is None:
             return
-        found = share(watch.cause(grads))
+        found, late = share(None if watch.is_late else watch.cause(grads), watch.is_late)
+        was_late, self._was_late = self._was_late, late
         if found is None:
-            self._is_answered = False
+            self._is_answered = late
+            if late and not was_late:
+                # Trainers that update after the next forward pass: then the one after that.
+                self._begin_watch()
+                self._goes_on = True
             return
         self.last = self.found_now = found
-        warnings.warn(f"gradlift: {self.last}", RuntimeWarning, stacklevel=4)
+        warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
 
     def end_step(self) -> None:
-        """The step is over; whatever was still on ends with it."""
+        """The step is over, and what was on for it ends with it."""
         self.found_now = None
-        self.stop()
+        if self._look is not None and self._look.has_seen:
+            self._end_look()
+        goes_on, self._goes_on = self._goes_on, False
+        if not goes_on:
+            self._end_watch()
 
     def stop(self) -> None:
         """Look no more."""
