@@ -57,3 +57,15 @@ def fresh_compiler():
     yield
     torch._dynamo.reset()
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def jax_device(request):
+    import jax
+
+    try:
+        device = jax.devices(request.param)[0]
+    except RuntimeError:
+        pytest.skip("no GPU that JAX can see")
+    with jax.default_device(device):
+        yield device

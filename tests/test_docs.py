@@ -59,6 +59,16 @@ def test_the_blocks_of_a_page_run_as_printed(page: str):
         timeout=600,
     )
     assert result.returncode == 0, result.stderr
+    said = without_numbers(result.stdout + result.stderr)
+    for block in blocks(PAGES[page]):
+        if block.language == "text" and not block.code.startswith("$ "):
+            for part in without_numbers(block.code).split(" ..."):
+                assert part in said, (page, block.line)
+
+
+def without_numbers(text: str) -> str:
+    """What is printed, as one line; numbers may differ in their last digits from CPU to CPU."""
+    return re.sub(r"\d[\w.,+-]*", "#", " ".join(text.split()))
 
 
 def test_a_block_that_fails_fails_at_its_line(tmp_path: Path):

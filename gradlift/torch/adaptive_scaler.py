@@ -16,7 +16,6 @@ On an overflow the device lowers the scale at once, without asking the pilot.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -40,6 +39,7 @@ from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.step.readback import InFlight, capturing
+from gradlift.troubleshooting import warn
 from gradlift.zhao2019 import Zhao2019
 
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
@@ -313,7 +313,7 @@ class AdaptiveGradScaler(GradScaler):
         checkpoint.read(rest, self.policy)
         controller = self._controller
         if saved.model is not None and not is_same(saved.model, controller.engine.model):
-            warnings.warn(ANOTHER_MODEL, stacklevel=2)
+            warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning, stacklevel=2)
             self._load_scale(rest)
             return
         copy.copy(controller.pilot).load(saved.pilot)

@@ -35,6 +35,7 @@ from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.readback import HostRow, HostRows, InFlight, capturing
 from gradlift.torch.step.recorder import Recorder, plan_change
 from gradlift.torch.step.update import has_triton
+from gradlift.troubleshooting import see
 from gradlift.zhao2019 import name_of
 
 # Steps between a step and what is made of it.
@@ -95,6 +96,7 @@ class Controller:
             raise RuntimeError(
                 "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
                 "and capture a later one; gradlift.torch.CapturedStep does so by itself"
+                + see("this-step-is-a-probe-and-cannot-be-captured")
             )
         if self.emulation is not None:
             calibrating = self.pilot.plan is None and probing
@@ -283,6 +285,7 @@ class Controller:
                 "model nor the parameters say which of them train it together. Give the model as "
                 "DDP or FSDP wrapped it, or process_group=, a group or a DeviceMesh; for a rank "
                 "that trains a model of its own, a group of that rank alone"
+                + see("the-job-has-several-ranks")
             )
 
     def columns(self) -> Tensor | None:

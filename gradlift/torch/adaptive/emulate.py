@@ -41,6 +41,7 @@ from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.compiled.entry_points import outermost
 from gradlift.torch.step.readback import capturing
+from gradlift.troubleshooting import warn
 
 LAYERS = (nn.Linear, _ConvNd)
 
@@ -116,7 +117,7 @@ class Emulation:
         """Says once what is not rounded."""
         if not self._told:
             self._told = True
-            warnings.warn(f"gradlift: emulate {what}", stacklevel=5)
+            warn(f"gradlift: emulate {what}", "emulate-rounds-nothing", UserWarning, stacklevel=5)
 
     def begin_random(self, step: int) -> None:
         """Starts a step's random numbers, which follow from torch's seed and the step."""

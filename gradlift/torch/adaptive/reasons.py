@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from gradlift.troubleshooting import warn
 
 NOT_ITS_OWN = "the loss does not come from the watched model, the one given to the scaler"
 NO_OUTPUT = (
@@ -37,4 +37,9 @@ class Reasons:
     def _warn_once(self, reason: str, sentence: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            warnings.warn(f"gradlift: {sentence}", stacklevel=3)
+            warn(
+                f"gradlift: {sentence}",
+                "gradients-stay-at-the-global-scale",
+                UserWarning,
+                stacklevel=3,
+            )

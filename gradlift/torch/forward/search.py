@@ -10,7 +10,6 @@ A run that skips for ever is watched once: what was found stays true until a ste
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -23,12 +22,14 @@ from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard, Look
 from gradlift.torch.forward.watch import StepWatch
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, UPDATES
+from gradlift.troubleshooting import warn
 
 # Skipped steps in a row that are no search for a scale.
 UNCLEAR = 3
 
-Share = Callable[[Cause | None], Cause | None]
-"""What this rank found goes in; what the first of them that found something found comes out."""
+Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
+"""What this rank found and whether it came too late go in; what the first of them that found
+something found, and whether any came too late, come out."""
 
 
 class HasModel(Protocol):
@@ -56,6 +57,8 @@ class CauseSearch:
         """What broke the step under way, where it was watched."""
         self.under_way: StepWatch | Look | None = None
         """What looks at the step under way: at all of it, or module by module; mostly nothing."""
+        self._goes_on = self._was_late = False
+        """Whether the watch is for the step after the one under way."""
         self.considered: list[int] = []
         """The counts of skips, all but that of updates, that ``consider`` was shown last."""
         self._seen_bad_losses = 0
@@ -74,10 +77,10 @@ class CauseSearch:
         if self.guard is not None:
             self.guard.load_state_dict(mended)
         elif mended:
-            warnings.warn(
+            warn(
                 f"gradlift: the state was saved with modules mended ({', '.join(mended)}), and "
                 'this scaler has no guard: give it forward="mend", or they may overflow again',
-                RuntimeWarning,
+                "the-state-was-saved-with-modules-mended",
                 stacklevel=4,
             )
 
@@ -98,6 +101,7 @@ class CauseSearch:
         if self._is_answered or not (new_bad_loss or consecutive >= UNCLEAR):
             return
         self._is_answered = True
+        self.stop()
         if new_bad_loss and self.guard is not None and self._guard_knows:
             self.under_way = self.guard.start()
         else:
@@ -119,7 +123,7 @@ class CauseSearch:
         """A loss, any shape, before it is scaled."""
         if isinstance(self.under_way, StepWatch):
             self.under_way.see_loss(loss)
-        elif self.under_way is not None:
+        elif self.under_way is not None and self.under_way.has_seen:
             self._end_look(self.under_way)
 
     def _end_look(self, look: Look) -> None:
@@ -129,9 +133,9 @@ class CauseSearch:
             names = ", ".join(
                 f"{name or 'the model'} ({self.guard.mended[name]})" for name in mended
             )
-            warnings.warn(
+            warn(
                 f"gradlift: ForwardGuard runs these modules mended from now on: {names}",
-                RuntimeWarning,
+                "forwardguard-runs-these-modules-mended",
                 stacklevel=4,
             )
         else:
@@ -146,20 +150,30 @@ class CauseSearch:
             share: over the ranks.
         """
         watch = self.under_way
-        if not isinstance(watch, StepWatch):
+        if not isinstance(watch, StepWatch) or self._goes_on:
             return
         self.stop()
-        found = share(watch.cause(grads))
+        found, late = share(None if watch.is_late else watch.cause(grads), watch.is_late)
+        was_late, self._was_late = self._was_late, late
         if found is None:
-            self._is_answered = False
+            self._is_answered = late
+            if late and not was_late:
+                # Trainers that update after the next forward pass: then the one after that.
+                self._begin_watch()
+                self._goes_on = True
             return
         self.last = self.found_now = found
-        warnings.warn(f"gradlift: {self.last}", RuntimeWarning, stacklevel=4)
+        warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
 
     def end_step(self) -> None:
-        """The step is over; whatever was still on ends with it."""
+        """The step is over, and what was on for it ends with it."""
         self.found_now = None
-        self.stop()
+        goes_on, self._goes_on = self._goes_on, False
+        if isinstance(self.under_way, StepWatch):
+            if not goes_on:
+                self.stop()
+        elif self.under_way is not None and self.under_way.has_seen:
+            self._end_look(self.under_way)
 
     def stop(self) -> None:
         """Look no more."""

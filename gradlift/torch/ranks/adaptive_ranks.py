@@ -32,6 +32,7 @@ from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.ranks.message import PLAN
 from gradlift.torch.ranks.shared_probe import Layout, Part
 from gradlift.torch.step.readback import capturing
+from gradlift.troubleshooting import see
 
 # What a rank adds to its row of the agreement.
 LARGEST, LAYOUT, UNPLANNED, WATCHES = range(4)
@@ -240,7 +241,8 @@ def plan_difference(
         return (
             f"gradlift: {name} differ between ranks: on {_few(odd)} from {_few(rest)}. No weight "
             f"has moved. On this rank, {ranks.members[ranks.me]}: {own[place]}. Call pin() and "
-            "load_state_dict() with the same arguments on all ranks, at the same step."
+            "load_state_dict() with the same arguments on all ranks, at the same step"
+            + see("differs-between-ranks")
         )
     return None
 

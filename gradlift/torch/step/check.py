@@ -114,9 +114,9 @@ class GradCheck:
             found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
             self.search.end(found, self._share_cause)
 
-    def _share_cause(self, found: Cause | None) -> Cause | None:
+    def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
         ranks = self.agreement.ranks
-        return found if ranks is None else first_of(found, ranks, self.scale.device)
+        return (found, late) if ranks is None else first_of(found, late, ranks, self.scale.device)
 
     # Unscale and check.
 

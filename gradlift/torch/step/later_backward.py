@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import OptState
 from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.grads import local, parameters
 from gradlift.torch.step.optimizer_step import OptimizerStep
+from gradlift.troubleshooting import see
 
 # On a gradient: it was there, unscaled, when a loss was scaled. Not by address or ``id``, which
 # the next gradient may get.
@@ -108,7 +109,7 @@ def before_use(check: GradCheck, known: OptimizerStep) -> None:
         return
     verdict = known.watch.verdict()
     if verdict == MIXED:
-        raise RuntimeError(_MIXED_REFUSED)
+        raise RuntimeError(_MIXED_REFUSED + see("gradients-partly-scaled-and-partly-not"))
     if verdict == FRESH:
         known.begin_anew(check.found(known))
 
