@@ -177,7 +177,15 @@ def sabotaged(how, case):
     return done.stdout
 
 
-ON_THREE = Case(5, ranks=3, layout="ddp", faults=(Fault(10, "kill", 0, 0),), save_every=6)
+ON_THREE = Case(
+    1,
+    ranks=3,
+    layout="ddp",
+    optimizer="momentum",
+    micros=2,
+    save_every=6,
+    faults=(Fault(11, "kill", 0, 0),),
+)
 
 
 @needs_gloo
