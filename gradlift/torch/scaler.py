@@ -13,6 +13,7 @@ but it takes nothing on trust from it. The work is done by parts that know no sc
     OptimizerSteps   what is known of each optimizer since the last update
     Agreement        the ranks that decide together
     OverflowReport   which gradients overflowed
+    CauseSearch      where a bad number began, looked for after steps that no scale can mend
     GradCheck        unscale, check, agree and clip, over all of these
     ways.py          the ways to step
     Outcome          what came of the latest step

@@ -2,7 +2,8 @@
 
 In the order of a step::
 
-    ready     the ranks are known, there is a scale, partial gradients are summed
+    ready     the ranks are known, there is a scale, partial gradients are summed, and what broke
+              the step is told, if it was watched
     run       one pass over the gradients; a flag on the device, the overflow report, and the
               agreement of the ranks begun
     found     the flag, of all ranks
