@@ -552,7 +552,8 @@ def main(text: str, rank: int, world: int, attempt: int, port: int, folder: Path
     verdict: dict[str, Any] = {"ok": True}
     case = Case.from_json(text)
     try:
-        join_world(case, rank, world, port)
+        hangs = any(end.kind == "hang" for end in case.ends[attempt : attempt + 1])
+        join_world(case, rank, world, port, hangs)
         Session(case, rank, world, attempt, folder).run()
         dist.barrier()
     except BaseException as error:
