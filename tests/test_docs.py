@@ -172,6 +172,13 @@ def test_the_version_of_python_is_the_package_s():
     assert f"Python {wanted} or newer" in PAGES["README.md"]
 
 
+def test_every_picture_is_made_by_the_script_and_shown():
+    made = set(re.search(r"for made in \((.*?)\)", (DOCS / "pictures.py").read_text())[1].split(", "))
+    assert {picture.stem for picture in (DOCS / "pictures").iterdir()} == made
+    for name in made:
+        assert any(f"](pictures/{name}.png)" in text for text in PAGES.values()), name
+
+
 def test_every_page_is_in_the_site():
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in DOCS.glob("*.md"):
