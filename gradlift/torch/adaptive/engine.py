@@ -190,7 +190,8 @@ class Engine:
             self.unplanned = False
             self._note_sight(probe)
             if self._compiled is not None:
-                self._compiled.end_probe(seen=not probe.empty)
+                seen = () if probe.empty else {row.key for row in probe.rows}
+                self._compiled.end_probe(seen)
             probe.send()
             self.peaks.send()
         return probe

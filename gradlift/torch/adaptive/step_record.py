@@ -29,6 +29,8 @@ class Pending:
         self.step, self._row, self.probe, self._saved = step, row, probe, saved
         self.layout: Layout | None = None
         """What the ranks were told of the probe, until it is made that of all of them."""
+        self.weighted = False
+        """Whether the largest gradient is not the largest true one, see ``narrow.py``."""
 
     @property
     def probed(self) -> bool:
