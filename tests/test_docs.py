@@ -173,7 +173,8 @@ def test_the_version_of_python_is_the_package_s():
 
 
 def test_every_picture_is_made_by_the_script_and_shown():
-    made = set(re.search(r"for made in \((.*?)\)", (DOCS / "pictures.py").read_text())[1].split(", "))
+    script = (DOCS / "pictures.py").read_text()
+    made = set(re.search(r"for made in \((.*?)\)", script)[1].split(", "))
     assert {picture.stem for picture in (DOCS / "pictures").iterdir()} == made
     for name in made:
         assert any(f"](pictures/{name}.png)" in text for text in PAGES.values()), name

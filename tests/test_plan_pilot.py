@@ -400,6 +400,51 @@ def test_graphs_that_come_unplanned_again_and_again_are_probed_for_less_and_less
     assert it.next_probe == last + 500
 
 
+def with_parameters(near, far):
+    """Two components far apart, whose largest parameter gradients are these."""
+    return survey(NEAR.with_parameters(2.0**near), FAR.with_parameters(2.0**far))
+
+
+def test_the_parts_above_the_loss_scale_are_followed_between_probes():
+    it = pilot()
+    # The record has each gradient at its component's offset, which was 0.
+    exponent = 8 + it.saw(record(0, 8, amax=-5), 0, with_parameters(-5, -48))
+    above = it.offsets["a"]
+    assert it.parameter_offsets == {"a.weight": above}
+    largest = max(-5, above - 48)
+    next_probe = it.next_probe
+    assert it.saw(record(1, exponent, amax=largest), 1) == 0
+    assert it.next_probe == next_probe
+    grown = largest + it.plan.room + 2
+    assert it.saw(record(2, exponent, amax=grown), 2) == -2
+    assert it.next_probe == 3, "perhaps it is one part alone"
+
+
+def test_what_was_seen_at_other_offsets_is_told_apart():
+    it = pilot()
+    it.saw(record(0, 8, amax=-5), 0, with_parameters(-5, -48))
+    exponent, above = it.plan.global_exponent, it.offsets["a"]
+    it.saw(record(1, exponent, amax=-5), 1)
+    nearer = survey(NEAR.with_parameters(2.0**-5), histogram(-28, -26).with_parameters(2.0**-26))
+    # Steps 3 and 4 ran at the offsets of before, 20 octaves too high by now.
+    shift = it.saw(record(2, exponent, amax=above - 26), 4, nearer)
+    exponent += shift
+    assert it.offsets["a"] < above
+    for step in (3, 4):
+        assert it.saw(record(step, exponent - shift, amax=above - 26), step + 2) == 0
+    assert it.saw(record(5, exponent, amax=max(-5, it.offsets["a"] - 26)), 7) == 0
+
+
+def test_a_trend_is_carried_no_further_than_something_was_seen():
+    dark = Histogram.from_bins([100] + [0] * (BINS - 1), 8, "float32")
+    it = pilot()
+    for step in (0, 100, 200):
+        it.saw(record(step, 8), step, survey(NEAR, dark))
+    for step, peak in ((300, -10), (301, -10), (302, -9)):
+        it.saw(record(step, 8), step, survey(NEAR, histogram(peak - 2, peak)))
+    assert it.plan.components[1].reserved <= 1, "8 of 302 steps, before"
+
+
 def test_a_module_that_is_not_met_for_long_is_forgotten():
     it = pilot()
     exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))

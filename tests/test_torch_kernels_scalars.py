@@ -20,7 +20,7 @@ DEVICES = [
 ]
 
 
-def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
+def judged(gradients, device, loss=1.0, found=0.0, left_out=(), powers=None):
     """found_inf, the loss's flag, the counts and the largest magnitude, from one launch."""
     from gradlift.torch.kernels import scalars
 
@@ -50,6 +50,7 @@ def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
         torch.zeros((), dtype=torch.int32, device=at),
         cells,
         torch.tensor([0 if r in left_out else len(g) for r, g in enumerate(gradients)], device=at),
+        torch.tensor(powers or [1.0] * len(gradients), device=at),
         largest,
         len(entries),
     )
@@ -67,6 +68,13 @@ def test_the_judge_finds_the_largest_magnitude(device, dtype):
         found, bad, cells, largest = judged(gradients, device)
         assert (found, bad, largest) == (0.0, 0.0, abs(value))
         assert not cells.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_row_counts_as_its_component_stores_it(device):
+    gradients = [torch.full((5000,), 3.0), torch.full((5,), -2.0), torch.full((7,), 2.0**-90)]
+    assert judged(gradients, device, powers=[0.25, 2.0, 1.0])[3] == 4.0
+    assert judged(gradients, device, powers=[1.0, 1.0, 2.0**100])[3] == 2.0**10
 
 
 @pytest.mark.parametrize("device", DEVICES)

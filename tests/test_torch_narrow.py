@@ -1,6 +1,7 @@
 """Only gradients that come out of half precision have a say in the scale."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from scaler_parts import engine_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.adaptive.narrow import CountedRows, Known
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +130,53 @@ def test_it_is_the_same_after_a_checkpoint_a_copy_and_a_new_group():
     assert engine_of(copy.deepcopy(run.scaler)).probes.wide == {"norm.weight", "norm.bias"}
     run.scaler.close()
     twin.scaler.close()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_counts_as_its_component_stores_it(way):
+    check_weights(Training(**way))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_counts_as_its_component_stores_it_on_a_gpu(way):
+    check_weights(Training(**way, device="cuda"))
+
+
+def check_weights(run):
+    """What a step tells, with offsets as a plan would have set them."""
+    run.settled()
+    controller = run.scaler._controller
+    controller.pilot.next_probe = 10**6
+    told = []
+    for offsets in ({}, {"linear.weight": 40}, {"head.weight": -30, "head.bias": -30}):
+        controller.largest.offsets = offsets
+        run.step()
+        told.append(controller.pending[-1].record().amax)
+    before, raised, lowered = told
+    named = dict(run.model.named_parameters())
+    loss = run.model(run.x).pow(2).mean() * 2.0**8
+    found = torch.autograd.grad(loss, list(named.values()))
+    true = {
+        name: math.frexp(grad.abs().max().item())[1] - 9
+        for name, grad in zip(named, found, strict=True)
+    }
+    assert before == max(true["head.weight"], true["head.bias"])
+    assert raised == true["linear.weight"] + 40
+    assert lowered == max(true["linear.weight"], true["linear.bias"])
+    controller.largest.offsets = {"linear.weight": 40}
+    controller.engine.neutral = "as if the graph were another"
+    assert not controller.largest.rows(run.optimizer).offsets
+    run.scaler.close()
+
+
+def test_half_precision_parameters_count_for_no_less_than_they_are():
+    model = nn.Linear(4, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    known = Known(
+        frozenset(), {"weight": -3, "bias": 2}, {id(model.weight): "weight", id(model.bias): "bias"}
+    )
+    assert CountedRows(optimizer, known, 2).offsets == {1: 2}
 
 
 def test_where_all_are_float32_all_count():

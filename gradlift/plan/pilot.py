@@ -14,7 +14,7 @@ pseudo-code; ``Pilot.saw`` has the same shape::
     a second one, like the first only in components above the global exponent:
                  one exponent for all, until a probe is clean
     otherwise:   move the global exponent by the trend of the parameter gradients, before
-                 anything overflows
+                 anything overflows; in a plan with cuts look again where it had to be lowered
 
 Records arrive some steps late, and the device may have backed off in between. So the answer is
 a shift and never an absolute exponent: what nobody has seen yet is not undone.
@@ -64,7 +64,8 @@ class Record:
     exponent: int
     """floor(log2) of the loss scale it ran at."""
     amax: int | None
-    """floor(log2) of the largest true parameter gradient; None if there was none."""
+    """floor(log2) of the largest parameter gradient, each at the offset of its component; None if
+    there was none. Where the device predicts by itself, of the largest true one."""
     overflow: bool
     bad_loss: bool = False
     """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
@@ -161,6 +162,14 @@ class Pilot:
         return dict(self._offsets)
 
     @property
+    def parameter_offsets(self) -> dict[str, int]:
+        """The offset of the component of each parameter, where it is not 0."""
+        if self.plan is None or self.plan.one_exponent_serves:
+            return {}
+        offsets = self.plan.offsets
+        return {name: offsets[i] for name, i in self._owners.items() if offsets[i]}
+
+    @property
     def owners(self) -> Mapping[str, int]:
         """The component that computes each parameter's gradient, in the last survey."""
         return self._owners
@@ -188,13 +197,14 @@ class Pilot:
 
         It brings the next probe forward to ``step``. But where routing depends on the data there
         may be one in every step: those that follow each other within an interval wait twice as
-        long each time.
+        long each time, and a step more: by powers of two alone a graph that comes in every fourth
+        step might never be met.
         """
         probed, wait, met = self._unplanned
         wait = 1 if step - met > self.interval else wait
         if probed + wait <= step < self.next_probe:
             self.next_probe = step
-            wait = min(2 * wait, self.interval)
+            wait = min(2 * wait + 1, self.interval)
         self._unplanned = probed, wait, step
 
     def saw(
@@ -222,7 +232,8 @@ class Pilot:
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
         if record.went_on is not None:
             expected = record.went_on + before - record.exponent
-        self._history = [*self._history, None if record.overflow else record.amax][-PATIENCE:]
+        stale = record.overflow or (record.went_on is None and record.step <= self._past[0])
+        self._history = [*self._history, None if stale else record.amax][-PATIENCE:]
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
             self.next_probe = now + self._wait(now)
@@ -274,16 +285,20 @@ class Pilot:
 
     def _planned(self, record: Record, now: int, survey: Survey) -> int:
         graph = self._held(survey.graph)
+        before = _reach(survey, self._offsets_at(record.step, graph))
         self._graph, self._owners = graph, dict(survey.owners)
         self._forget_unmet(graph)
         forecast = self._forecast(record.step, graph, survey.histograms)
         plan = self._choose(record, graph, survey.histograms, forecast, survey.passages)
         target = plan.global_exponent
+        # What was seen at the last offsets would be larger or smaller by this at the new ones.
+        moved = _reach(survey, plan.offsets) - before if record.went_on is None else 0
+        self._history = [None if peak is None else peak + moved for peak in self._history]
         if record.amax is not None and not record.overflow:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.
-            usual = max(self._known) if self.format.saturates else record.amax
-            self._limit = plan.limit(usual)
+            own = record.amax + moved
+            self._limit = plan.limit(max(own, *self._known) if self.format.saturates else own)
         if self._at_stake:
             target = min(target, self._limit - max(self._known, default=-MAX_EXPONENT))
         self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0
@@ -345,6 +360,11 @@ class Pilot:
         until, past = self._past
         return (past if step <= until else self._offsets).get(module, 0)
 
+    def _offsets_at(self, step: int, graph: Graph) -> list[int]:
+        """What the components of a graph ran at."""
+        modules = _modules(graph, range(len(graph.components)))
+        return [self._offset_at(step, module) for module in modules]
+
     def _note_above(self, record: Record, modules: Collection[str]) -> bool:
         """Counts an overflow against the plan if it was in modules above the loss scale alone.
 
@@ -379,16 +399,18 @@ class Pilot:
         dropped = self._note_above(record, _modules(self._graph, where))
         self.next_probe = now + (self._wait(now) if dropped else 1)
         self._graph = self._held(self._graph)
+        ran_at, offsets = self._offsets_at(record.step, self._graph), self._offsets
         histograms = [
-            Histogram.overflowed(
-                record.exponent + self._offset_at(record.step, _modules(self._graph, [i])[0]),
-                component.format or self.format,
-            )
+            Histogram.overflowed(record.exponent + ran_at[i], component.format or self.format)
             if i in where
             else None
             for i, component in enumerate(self._graph.components)
         ]
-        return self._choose(record, self._graph, histograms).global_exponent
+        target = self._choose(record, self._graph, histograms).global_exponent
+        if self._offsets != offsets and record.went_on is None:
+            # The largest gradients were those of a part that is lower now.
+            self._history = [None for _ in self._history]
+        return target
 
     def _wait(self, now: int) -> int:
         """Early on gradients change fast: look at twice the step, then at every interval.
@@ -408,8 +430,11 @@ class Pilot:
             known = [*known, (step, histogram.peak if histogram else None)][-REMEMBERED:]
             self._peaks[name] = known
             steps, peaks = [at for at, _ in known], [peak for _, peak in known]
-            # No further than was looked back: a line through three early steps means little.
-            found.append(growth(steps, peaks, min(self.interval, steps[-1] - steps[0])))
+            # No further than something was seen: a line through three steps means little.
+            seen = [at for at, peak in known if peak is not None]
+            found.append(
+                growth(steps, peaks, min(self.interval, max(seen) - min(seen) if seen else 0))
+            )
         return found
 
     @property
@@ -430,6 +455,9 @@ class Pilot:
         if not self._at_stake or record.went_on is not None:
             return expected
         target = predict(expected, self._history, limit=self._limit, patience=PATIENCE)
+        if target < expected and self.plan.active:
+            # Perhaps it is one part alone that has grown, and the others could stay.
+            self.met_unplanned(now + 1)
         # The paper's rule asks for no more than it needs, and does not move between probes.
         return min(target, expected) if self.rule else target
 
@@ -507,6 +535,13 @@ class Pilot:
 def _modules(graph: Graph, components: Iterable[int]) -> list[str]:
     """The first module of each; a name of nothing for one without."""
     return [(graph.components[i].modules or ("",))[0] for i in components]
+
+
+def _reach(survey: Survey, offsets: Sequence[int]) -> int:
+    """floor(log2) of the largest parameter gradient in it, at an offset for each component."""
+    found = zip(survey.histograms, offsets, strict=True)
+    known = [h.parameters + at for h, at in found if h is not None and h.parameters is not None]
+    return max(known, default=0)
 
 
 def _depths(graph: Graph) -> dict[int, int]:

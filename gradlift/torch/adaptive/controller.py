@@ -157,6 +157,7 @@ class Controller:
     ) -> None:
         """Put the step into the queue, and show the pilot those whose turn has come."""
         pending = Pending(self.step_number, sent, probe)
+        pending.weighted = bool(self.largest.offsets)
         if ranks is not None:
             layout = self._columns.end()
             if ranks.size == 1:
@@ -210,6 +211,16 @@ class Controller:
         active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
         if (offsets, active) != (self.engine.offsets, self.engine.active_keys):
             self.engine.follow(offsets, active)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """The largest gradient is judged as its component stores it, and on several ranks, which
+        may add up gradients in float16 at the loss scale, for no less than it is."""
+        own = self.pilot.parameter_offsets
+        if self._has_ranks:
+            own = {name: offset for name, offset in own.items() if offset > 0}
+        if own != self.largest.offsets:
+            self.largest.offsets = own
 
     def _tell(
         self, recorder: Recorder, arrived: Pending, record: Record, probed: bool, shift: int
@@ -217,7 +228,7 @@ class Controller:
         """What a recorder cannot see for itself: probes, and plans with their reason."""
         modules = arrived.modules(record.exponent, self.engine.watch.names.order) if probed else ()
         moved = shift or self.pilot.offsets != self.engine.offsets
-        if record.amax is not None:
+        if record.amax is not None and not arrived.weighted:
             recorder.measured(self.step_number - record.step, record.amax)
         if modules:
             recorder.probed(self.step_number - record.step, modules)

@@ -177,7 +177,8 @@ class Engine:
         if blind is not None:
             self._reasons.say(blind, BLIND)
         if self.watch.compiled is not None:
-            self.watch.compiled.end_probe(seen=not probe.empty)
+            seen = () if probe.empty else {row.key for row in probe.rows}
+            self.watch.compiled.end_probe(seen)
         self.probes.send(probe)
         return probe
 

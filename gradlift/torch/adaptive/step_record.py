@@ -32,6 +32,8 @@ class Pending:
     """As ``to_dict`` gave it, if it comes from a checkpoint."""
     layout: Layout | None = None
     """What the ranks were told of the probe, until it is made that of all of them."""
+    weighted: bool = False
+    """Whether the largest gradient is not the largest true one, see ``narrow.py``."""
 
     @property
     def probed(self) -> bool:

@@ -13,7 +13,7 @@ is nothing to learn from a probe: they act at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -83,12 +83,20 @@ class CompiledModel:
         self._plan: Mapping[str, int] = {}
         self._held = HeldModules()
         self._uncut = UncutGraphs()
+        self._probed: set[str] = set()
+        """Outputs and parameters that a probe has met."""
+        self._unmet: Collection[int] = ()
+        """The parameters that none has met, by ``id``."""
         self._several = False
 
-    def end_probe(self, seen: bool) -> None:
-        """Compiled parts run compiled again; ``seen`` if there were gradients to look at."""
+    def end_probe(self, seen: Collection[str]) -> None:
+        """Compiled parts run compiled again; ``seen`` are the outputs and parameters whose
+        gradients were looked at."""
         self.probe.end()
         if seen:
+            self._probed.update(seen)
+            parameters = Names(self._model).of_parameter
+            self._unmet = {own for own, name in parameters.items() if name not in self._probed}
             for region in self.cuts.regions:
                 region.probed = True
             self.cuts.stale = True
@@ -156,7 +164,7 @@ class CompiledModel:
         """
         if self._pins or not any(self._plan.values()) or not self.cuts.regions:
             return False
-        if not self._uncut.met(nodes, len(self.cuts.regions)):
+        if not self._uncut.met(nodes, len(self.cuts.regions), self._unmet):
             return False
         # The plan may know its modules from an earlier probe, though its own cuts are elsewhere.
         before = self.cuts.traces.generation

@@ -30,7 +30,7 @@ from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.loss import LossFlags
 from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
 from gradlift.torch.step.outcome import Outcome
-from gradlift.torch.step.overflow_report import OverflowReport, Peaks
+from gradlift.torch.step.overflow_report import OverflowReport, Peaks, Weights
 from gradlift.torch.step.update import has_triton
 
 Collected = tuple[grads.Buckets, grads.Places]
@@ -57,11 +57,11 @@ class Watcher(Protocol):
         ...
 
     def see_peaks(self, peaks: list[Tensor]) -> None:
-        """The largest magnitudes of groups of gradients, without the rows left out."""
+        """The largest magnitudes of groups of gradients, each row for what it counts."""
         ...
 
-    def left_out(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        """Rows of the optimizer's parameters whose magnitudes do not count."""
+    def rows(self, optimizer: torch.optim.Optimizer) -> Weights:
+        """Which rows of the optimizer's parameters count, and how much."""
         ...
 
 
@@ -212,7 +212,7 @@ class GradCheck:
             return None
         watcher = self.watcher if known.needs_largest else None
         known.needs_largest = False
-        peaks = None if watcher is None else Peaks(watcher.left_out(optimizer))
+        peaks = None if watcher is None else Peaks(watcher.rows(optimizer))
         known.is_reported, bad_loss = self.overflows.count_collected(
             optimizer, *self._collected, flags, self.scale.updates, unseen, peaks
         )
