@@ -22,19 +22,15 @@ class ModuleOffsets:
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
         """In force; never changed in place."""
-        self._past: tuple[int, dict[str, int]] = (-1, {})
-        """Those before, and the last step that ran at them."""
+        self.past_until = -1
+        """The last step that ran at others."""
+        self._past: dict[str, int] = {}
         self._unmet: dict[str, int] = {}
         """Probes in a row that did not meet a module."""
 
     def at(self, step: int, module: str) -> int:
         """What a module ran at in a step; the plan may have changed since."""
-        until, past = self._past
-        return (past if step <= until else self.current).get(module, 0)
-
-    def is_past(self, step: int) -> bool:
-        """Whether a step ran at offsets that are no longer in force."""
-        return step <= self._past[0]
+        return (self._past if step <= self.past_until else self.current).get(module, 0)
 
     def take(self, plan: Plan) -> None:
         """Those of a plan."""
@@ -49,16 +45,15 @@ class ModuleOffsets:
         gone = {key for key, probes in self._unmet.items() if probes > MOST_UNMET}
         self.current = {key: at for key, at in self.current.items() if key not in gone}
 
-    def end_step(self, now: int, before: dict[str, int]) -> None:
-        """The step ``now`` was the last that ran at the offsets ``before``, if there are others."""
-        if self.current != before:
-            self._past = now, before
+    def keep_past(self, now: int, before: dict[str, int]) -> None:
+        """The step ``now`` was the last that ran at the offsets ``before``."""
+        self.past_until, self._past = now, before
 
     def to_dict(self) -> dict[str, Any]:
         """What it remembers, in primitives."""
         return {
             "offsets": dict(self.current),
-            "past": [self._past[0], dict(self._past[1])],
+            "past": [self.past_until, dict(self._past)],
             "unmet": dict(self._unmet),
         }
 
@@ -66,6 +61,6 @@ class ModuleOffsets:
     def resumed(cls, read: Mapping[str, Any]) -> ModuleOffsets:
         """From what ``to_dict`` wrote, as ``saved.PILOT`` has read it."""
         made = cls()
-        made.current, made._past = dict(read["offsets"]), read["past"]
-        made._unmet = dict(read["unmet"])
+        made.current, made._unmet = dict(read["offsets"]), dict(read["unmet"])
+        made.past_until, made._past = read["past"]
         return made

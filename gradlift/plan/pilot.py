@@ -201,7 +201,9 @@ class Pilot:
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
         if record.went_on is not None:
             expected = record.went_on + before - record.exponent
-        stale = record.overflow or (record.went_on is None and self._offsets.is_past(record.step))
+        stale = record.overflow or (
+            record.went_on is None and record.step <= self._offsets.past_until
+        )
         self._history = [*self._history, None if stale else record.amax][-PATIENCE:]
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
@@ -221,7 +223,8 @@ class Pilot:
             self._shifts.append((now, target - expected))
         if self.plan is not None and target != self.plan.global_exponent:
             self.plan = self.plan.shifted(target - self.plan.global_exponent)
-        self._offsets.end_step(now, offsets)
+        if self._offsets.current != offsets:
+            self._offsets.keep_past(now, offsets)
         return target - expected
 
     def _shifted_since(self, step: int) -> int:

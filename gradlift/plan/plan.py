@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from gradlift import schema
@@ -93,7 +94,7 @@ class Plan:
         """The exponent of each component."""
         return tuple(planned.exponent for planned in self.components)
 
-    @property
+    @cached_property
     def global_exponent(self) -> int:
         """The loss's exponent: log2 of the global loss scale."""
         return self.components[self.loss].exponent
@@ -118,7 +119,7 @@ class Plan:
         """Components whose gradients do not fit: kept from overflowing, they lose small ones."""
         return tuple(planned for planned in self.components if planned.interval.empty)
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Bits by which all exponents may rise before the first one leaves its interval."""
         return min(planned.interval.high - planned.exponent for planned in self.components)

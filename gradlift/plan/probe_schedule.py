@@ -26,15 +26,12 @@ class ProbeSchedule:
         self.interval, self._few_bits = interval, few_bits
         self.next_probe = 0
         """The first step that is to be one."""
+        self.searching = False
+        """Whether the last probe had something out of sight, and another follows at once."""
         self._in_a_row = 0
         self._unplanned = (-interval, 1, -interval)
         """The step probed last, how long after it an unplanned graph has to wait for the next, and
         when there was such a graph last."""
-
-    @property
-    def searching(self) -> bool:
-        """Whether the last probe had something out of sight, and another follows at once."""
-        return 0 < self._in_a_row < MOST_IN_A_ROW
 
     def probe_by(self, step: int) -> None:
         """A probe at ``step`` at the latest."""
@@ -46,8 +43,11 @@ class ProbeSchedule:
 
     def planned(self, now: int, *, probe_again: bool) -> None:
         """A plan was made of a probe; ``probe_again`` if something was out of its sight."""
-        self._in_a_row = self._in_a_row + 1 if probe_again else 0
+        self._count(self._in_a_row + 1 if probe_again else 0)
         self.probe_after(now, at_once=self.searching)
+
+    def _count(self, in_a_row: int) -> None:
+        self._in_a_row, self.searching = in_a_row, 0 < in_a_row < MOST_IN_A_ROW
 
     def probed(self, step: int) -> None:
         """A probe of that step has shown something."""
@@ -83,6 +83,6 @@ class ProbeSchedule:
     def resumed(self, read: Mapping[str, Any]) -> ProbeSchedule:
         """One that goes on from what ``to_dict`` wrote, as ``saved.PILOT`` has read it."""
         made = ProbeSchedule(self.interval, few_bits=self._few_bits)
-        made.next_probe, made._in_a_row = read["next_probe"], read["in_a_row"]
-        made._unplanned = read["unplanned"]
+        made._count(read["in_a_row"])
+        made.next_probe, made._unplanned = read["next_probe"], read["unplanned"]
         return made

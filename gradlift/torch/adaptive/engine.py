@@ -183,16 +183,6 @@ class Engine:
         return probe
 
     @property
-    def wide(self) -> frozenset[str]:
-        """Parameters whose gradients are computed in float32, as far as probes have seen."""
-        return self.probes.wide
-
-    @property
-    def parameter_names(self) -> Mapping[int, str]:
-        """The name of each parameter, by ``id``."""
-        return self.watch.names.of_parameter
-
-    @property
     def probing(self) -> bool:
         """Whether armed graphs record their gradients."""
         return self.probes.current is not None
