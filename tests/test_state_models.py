@@ -164,4 +164,4 @@ def test_a_shorter_interval_brings_the_next_probe_nearer():
     own["pilot"]["next_probe"] = 10**6
     scaler = AdaptiveGradScaler(network(), "cpu", interval=5)
     scaler.load_state_dict({**state, KEY: json.dumps(own)})
-    assert pilot_of(scaler).next_probe == 12 + 5
+    assert pilot_of(scaler).schedule.next_probe == 12 + 5

@@ -37,12 +37,12 @@ class Chaos:
 
     def saw(self, record, now, survey=None, **_):
         draw = self.numbers
-        self.pilot.next_probe = now + draw.randint(1, 4)
+        self.pilot.schedule.next_probe = now + draw.randint(1, 4)
         if survey is not None:
             for index, part in enumerate(survey.graph.components):
                 free = index != survey.graph.loss and part.pinned is None
                 offset = draw.randint(-9, 9) if free else 0
-                self.pilot._offsets.update(dict.fromkeys(part.modules, offset))
+                self.pilot._offsets.current |= dict.fromkeys(part.modules, offset)
         shift = draw.randint(max(-2, -self.exponent), 2) if self.exponent < 12 else -2
         self.exponent += shift
         return shift

@@ -185,7 +185,8 @@ def test_each_replay_has_the_random_numbers_of_its_step(capture):
     options = {"format": "float8_e4m3fn", "emulate": "stochastic", "interval": 20}
     trainer, twin = settled(**options), settled(**options)
     # Early on probes come close together.
-    while pilot_of(trainer.scaler).next_probe < controller_of(trainer.scaler).step_number + 6:
+    schedule, controller = pilot_of(trainer.scaler).schedule, controller_of(trainer.scaler)
+    while schedule.next_probe < controller.step_number + 6:
         trainer.step()
         twin.step()
     capture(trainer)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from scaler_parts import engine_of
+from scaler_parts import controller_of, engine_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
@@ -146,8 +146,8 @@ def test_each_counts_as_its_component_stores_it_on_a_gpu(way):
 def check_weights(run):
     """What a step tells, with offsets as a plan would have set them."""
     run.settled()
-    controller = run.scaler._controller
-    controller.pilot.next_probe = 10**6
+    controller = controller_of(run.scaler)
+    controller.pilot.schedule.next_probe = 10**6
     told = []
     for offsets in ({}, {"linear.weight": 40}, {"head.weight": -30, "head.bias": -30}):
         controller.largest.offsets = offsets

@@ -522,7 +522,7 @@ def test_an_overflow_lowers_the_component_that_shows_it_and_is_remembered():
     assert it.plan is not None
     assert it.plan.exponents == (4, 8, 6)
     assert [cut.why for cut in it.plan.active if cut.name == "a"]
-    assert it.next_probe == 6
+    assert it.schedule.next_probe == 6
     it.saw(Record(6, 4, -10, False), 8, SURVEY)
     assert it.plan.exponents == (4, 8, 9), "a clean probe does not lead straight back"
     for step in range(9, 9 + 3 * 8, 3):

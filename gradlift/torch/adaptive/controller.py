@@ -207,7 +207,7 @@ class Controller:
         """The engine follows the pilot, if it does not already."""
         offsets, plan = self.pilot.offsets, self.pilot.plan
         # While probe comes after probe the plan moves, and compiling for it would be in vain.
-        settled = plan is not None and self.pilot.next_probe > self.step_number + 1
+        settled = plan is not None and self.pilot.schedule.next_probe > self.step_number + 1
         active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
         if (offsets, active) != (self.engine.offsets, self.engine.active_keys):
             self.engine.follow(offsets, active)
@@ -251,21 +251,19 @@ class Controller:
 
     def probe_now(self) -> None:
         """Make the step under way a probe, unless something stands against it."""
-        self._probe_by(self.step_number)
+        self.pilot.schedule.probe_by(self.step_number)
         self._probe_if_due()
-
-    def _probe_by(self, step: int) -> None:
-        self.pilot.next_probe = min(self.pilot.next_probe, step)
 
     def _probe_if_due(self) -> None:
         """Make the next step a probe, unless one is on its way or exponents are pinned."""
-        if self.step_number < self.pilot.next_probe and not self.engine.unplanned:
+        schedule = self.pilot.schedule
+        if self.step_number < schedule.next_probe and not self.engine.unplanned:
             return
         waiting = any(pending.probed for pending in self.pending)
         # Ranks tell each other of unplanned graphs first, see ``_share``.
         if self.engine.unplanned and not self._has_ranks and not waiting:
-            self.pilot.met_unplanned(self.step_number)
-        due = self.step_number >= self.pilot.next_probe
+            schedule.met_unplanned(self.step_number)
+        due = self.step_number >= schedule.next_probe
         if due and not waiting and not self.engine.pins:
             self.engine.probe()
 
@@ -327,9 +325,9 @@ class Controller:
     def _course(self) -> tuple[Any, ...]:
         """What moves the exponents on, and must be equal on all ranks as they are."""
         pilot = self.pilot
-        settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
-        settings += (pilot.layerwise, name_of(pilot.rule), self.emulate)
-        now = self.step_number, pilot.next_probe, self.engine.probing
+        settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.schedule.interval
+        settings += (pilot.above.layerwise, name_of(pilot.rule), self.emulate)
+        now = self.step_number, pilot.schedule.next_probe, self.engine.probing
         return *now, *settings
 
     def difference(self, rows: list[list[float]], ranks: Ranks) -> str | None:
@@ -359,7 +357,7 @@ class Controller:
             self._planned_at = self.step_number
         # A graph that was unplanned before the latest plan may well be in it.
         if agreed is not None and agreed.unplanned and arrived.step > self._planned_at:
-            self.pilot.met_unplanned(self.step_number + 1)
+            self.pilot.schedule.met_unplanned(self.step_number + 1)
         return agreed is None or not agreed.disputed
 
     def _can_watch(self, arrived: Pending) -> bool:
@@ -388,7 +386,7 @@ class Controller:
         """Go on from there; what may refuse it was asked before."""
         self.pilot.load(saved.pilot)
         # It may have been saved with a longer interval than this scaler's.
-        self._probe_by(saved.step + self.pilot.interval)
+        self.pilot.schedule.probe_by(saved.step + self.pilot.schedule.interval)
         self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self.engine.take()
