@@ -165,7 +165,7 @@ def check_weights(run):
     assert raised == true["linear.weight"] + 40
     assert lowered == max(true["linear.weight"], true["linear.bias"])
     controller.largest.offsets = {"linear.weight": 40}
-    controller.engine.neutral = "as if the graph were another"
+    controller.engine._reasons.note("as if the graph were another")
     assert not controller.largest.rows(run.optimizer).offsets
     run.scaler.close()
 
