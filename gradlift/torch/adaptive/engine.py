@@ -179,7 +179,8 @@ class Engine:
         if self.watch.compiled is not None:
             seen = () if probe.empty else {row.key for row in probe.rows}
             self.watch.compiled.end_probe(seen)
-        self.probes.send(probe)
+        probe.send()
+        self.probes.peaks.send()
         return probe
 
     @property
@@ -316,9 +317,11 @@ class Engine:
         self.active = tuple(
             (keys[edge.cut][0], edge.cut.shift) for edge in found.cuts if edge.cut.shift
         )
-        if self.probes.current is not None:
+        probe = self.probes.current
+        if probe is not None:
             names = self.watch.names
             named = {**names.of_parameter, **gathered_parameters(self.model, names)}
-            self.probes.attach(found, keys, offsets, named, self.armed.leaf_return)
-            self.probes.current.attach_rounded(found, offsets, gate, self.marks.rounded)
+            probe.attach(found, keys, offsets, named, self.armed.leaf_return)
+            self.probes.note_wide(probe)
+            probe.attach_rounded(found, offsets, gate, self.marks.rounded)
         return waiting

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import nn
 
-from gradlift.torch.adaptive.cuts import CutHook
-from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.adaptive.reasons import NO_OUTPUT, NOT_ITS_OWN
 from gradlift.torch.forward.edge import OutputPeaks
 from gradlift.torch.probe.probe import Probe
@@ -43,18 +40,8 @@ class Probes:
         assert probe is not None
         return probe
 
-    def attach(
-        self,
-        found: Walk,
-        keys: Mapping[CutHook, tuple[str, ...]],
-        offsets: list[int],
-        parameters: Mapping[int, str],
-        leaf_return: Callable[[Any], Any],
-    ) -> None:
-        """Makes an armed graph record its gradients; see ``Probe.attach``."""
-        probe = self.current
-        assert probe is not None
-        probe.attach(found, keys, offsets, parameters, leaf_return)
+    def note_wide(self, probe: Probe) -> None:
+        """A graph was attached to the probe under way."""
         # Networks that train in turn are met by different probes.
         wide = probe.wide | (self.wide - probe.leaves)
         if wide != self.wide:
@@ -72,8 +59,3 @@ class Probes:
             self.blind = NO_OUTPUT if own else NOT_ITS_OWN
             return self.blind
         return None
-
-    def send(self, probe: Probe) -> None:
-        """What was seen goes to the host; nothing waits."""
-        probe.send()
-        self.peaks.send()
