@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from adaptive_on_ranks import Deep, observed
+from scaler_parts import controller_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -99,7 +100,7 @@ def whole_run(case, rank, folder):
     for step in range(STEPS):
         steps.append(run.step())
         if OVERFLOW < step < STEPS - AFTER:
-            under_way = any(pending.unshared for pending in run.scaler._controller.pending)
+            under_way = any(pending.unshared for pending in controller_of(run.scaler).pending)
             saved.setdefault("probe" if under_way else "quiet", step)
         if step in saved.values():
             run.save(folder / case / str(step))

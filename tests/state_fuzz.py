@@ -19,6 +19,7 @@ import warnings
 from typing import Any
 
 import torch
+from scaler_parts import agreement_of, controller_of, engine_of, pilot_of
 from torch import nn
 
 from gradlift import Dynamic
@@ -27,7 +28,7 @@ from gradlift.plan.pilot import Pilot, Record, Survey
 from gradlift.plan.plan import Plan
 from gradlift.plan.potential import Component, Cut, Graph
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights
-from gradlift.torch.adaptive.model_identity import identity
+from gradlift.torch.model_identity import identity
 
 KEY = "gradlift_adaptive"
 
@@ -74,7 +75,12 @@ class Scaler:
 
     def everything(self, made: Any) -> Any:
         scaler = made[0]
-        return scaler.state_dict(), repr(scaler.policy), scaler._init_scale, scaler._agreement.loads
+        return (
+            scaler.state_dict(),
+            repr(scaler.policy),
+            scaler._init_scale,
+            agreement_of(scaler).loads,
+        )
 
     def is_valid(self, state: Any) -> bool:
         return valid_scaler(state)
@@ -115,19 +121,19 @@ class Adaptive(Scaler):
         made[0].load_state_dict(state)
 
     def everything(self, made: Any) -> Any:
-        scaler, engine = made[0], made[0]._controller.engine
+        scaler, engine = made[0], engine_of(made[0])
         held = (
-            scaler._controller.step_number,
+            controller_of(scaler).step_number,
             engine.pins,
             engine.offsets,
             engine.probing,
-            engine.wide,
+            engine.probes.wide,
         )
         return (
             *super().everything(made),
             held,
-            scaler._controller.pilot.to_dict(),
-            len(scaler._controller.pending),
+            pilot_of(scaler).to_dict(),
+            len(controller_of(scaler).pending),
         )
 
     def is_valid(self, state: Any) -> bool:
@@ -216,7 +222,7 @@ class Piloting:
         return again.to_dict() == made.to_dict()
 
 
-class Planned:
+class PlannedComponent:
     """A ``Plan``, which is made anew and has nothing to change."""
 
     def fresh(self) -> Any:
@@ -245,7 +251,7 @@ TARGETS: dict[str, Any] = {
     "AdaptiveGradScaler, the paper's rule": Paper(),
     "MasterWeights": Masters(),
     "Pilot": Piloting(),
-    "Plan": Planned(),
+    "Plan": PlannedComponent(),
 }
 
 

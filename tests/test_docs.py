@@ -59,6 +59,16 @@ def test_the_blocks_of_a_page_run_as_printed(page: str):
         timeout=600,
     )
     assert result.returncode == 0, result.stderr
+    said = without_numbers(result.stdout + result.stderr)
+    for block in blocks(PAGES[page]):
+        if block.language == "text" and not block.code.startswith("$ "):
+            for part in without_numbers(block.code).split(" ..."):
+                assert part in said, (page, block.line)
+
+
+def without_numbers(text: str) -> str:
+    """What is printed, as one line; numbers may differ in their last digits from CPU to CPU."""
+    return re.sub(r"\d[\w.,+-]*", "#", " ".join(text.split()))
 
 
 def test_a_block_that_fails_fails_at_its_line(tmp_path: Path):
@@ -160,6 +170,14 @@ def test_every_public_name_is_in_the_reference(package: str):
 def test_the_version_of_python_is_the_package_s():
     wanted = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
     assert f"Python {wanted} or newer" in PAGES["README.md"]
+
+
+def test_every_picture_is_made_by_the_script_and_shown():
+    script = (DOCS / "pictures.py").read_text()
+    made = set(re.search(r"for made in \((.*?)\)", script)[1].split(", "))
+    assert {picture.stem for picture in (DOCS / "pictures").iterdir()} == made
+    for name in made:
+        assert any(f"](pictures/{name}.png)" in text for text in PAGES.values()), name
 
 
 def test_every_page_is_in_the_site():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from scaler_parts import controller_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ DEVICES = [
 ]
 
 
-def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
+def judged(gradients, device, loss=1.0, found=0.0, left_out=(), powers=None):
     """found_inf, the loss's flag, the counts and the largest magnitude, from one launch."""
     from gradlift.torch.kernels import scalars
 
@@ -49,6 +50,7 @@ def judged(gradients, device, loss=1.0, found=0.0, left_out=()):
         torch.zeros((), dtype=torch.int32, device=at),
         cells,
         torch.tensor([0 if r in left_out else len(g) for r, g in enumerate(gradients)], device=at),
+        torch.tensor(powers or [1.0] * len(gradients), device=at),
         largest,
         len(entries),
     )
@@ -66,6 +68,13 @@ def test_the_judge_finds_the_largest_magnitude(device, dtype):
         found, bad, cells, largest = judged(gradients, device)
         assert (found, bad, largest) == (0.0, 0.0, abs(value))
         assert not cells.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_row_counts_as_its_component_stores_it(device):
+    gradients = [torch.full((5000,), 3.0), torch.full((5,), -2.0), torch.full((7,), 2.0**-90)]
+    assert judged(gradients, device, powers=[0.25, 2.0, 1.0])[3] == 4.0
+    assert judged(gradients, device, powers=[1.0, 1.0, 2.0**100])[3] == 2.0**10
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,7 +109,7 @@ def test_a_remark_holds_the_greatest_and_the_flags(device, count):
     for place, value in ((0, 9.0), (count - 1, 11.0), (count // 2, math.nan)):
         largest = torch.arange(count, dtype=torch.float32, device=at) / count
         largest[place] = value
-        row = torch.full((4,), -1.0, pin_memory=device == "cuda")
+        row = torch.full((4,), -1.0, device="cpu", pin_memory=device == "cuda")
         numbers = [torch.tensor(x, device=at) for x in (1024.0, 2.0, 1.0)]
         launch(numbers[0], largest, numbers[1], numbers[2], row, count)
         if device == "cuda":
@@ -120,8 +129,8 @@ def test_a_small_model_leaves_the_same_records_as_a_large_one(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
         scaler = AdaptiveGradScaler(model, "cuda")
         seen = []
-        learn = scaler._controller.learn
-        scaler._controller.learn = lambda pending, *rest: (
+        learn = controller_of(scaler).learn
+        controller_of(scaler).learn = lambda pending, *rest: (
             seen.append(pending.record()),
             learn(pending, *rest),
         )[1]

@@ -1,12 +1,15 @@
 """Only gradients that come out of half precision have a say in the scale."""
 
 import copy
+import math
 
 import pytest
 import torch
+from scaler_parts import controller_of, engine_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.adaptive.narrow import CountedRows, Known
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,7 @@ class Training:
     def settled(self):
         """The scale after some steps; the next one is no probe."""
         scale = [self.step() for _ in range(20)][-1]
-        return self.step() if self.scaler._controller.engine.probing else scale
+        return self.step() if engine_of(self.scaler).probing else scale
 
     def step(self, spike=None):
         """A step; a spike is a parameter whose gradient is 2**20 larger than ever."""
@@ -82,11 +85,11 @@ def test_networks_that_train_in_turn_are_both_remembered():
     scaler = AdaptiveGradScaler(model, "cpu")
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
     for part, optimizer in zip(model, optimizers, strict=True):
-        scaler._controller.engine.probe()
+        engine_of(scaler).probe()
         scaler.scale(part(X).pow(2).mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler._controller.engine.wide == {
+    assert engine_of(scaler).probes.wide == {
         f"{n}.norm.{p}" for n in range(2) for p in ("weight", "bias")
     }
     scaler.close()
@@ -124,9 +127,56 @@ def test_it_is_the_same_after_a_checkpoint_a_copy_and_a_new_group():
     for each in (run, twin):
         each.step(spike=each.model.norm.weight)
         assert [each.step() for _ in range(8)] == [before] * 8
-    assert copy.deepcopy(run.scaler)._controller.engine.wide == {"norm.weight", "norm.bias"}
+    assert engine_of(copy.deepcopy(run.scaler)).probes.wide == {"norm.weight", "norm.bias"}
     run.scaler.close()
     twin.scaler.close()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_counts_as_its_component_stores_it(way):
+    check_weights(Training(**way))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_counts_as_its_component_stores_it_on_a_gpu(way):
+    check_weights(Training(**way, device="cuda"))
+
+
+def check_weights(run):
+    """What a step tells, with offsets as a plan would have set them."""
+    run.settled()
+    controller = controller_of(run.scaler)
+    controller.pilot.schedule.next_probe = 10**6
+    told = []
+    for offsets in ({}, {"linear.weight": 40}, {"head.weight": -30, "head.bias": -30}):
+        controller.largest.offsets = offsets
+        run.step()
+        told.append(controller.pending[-1].record().amax)
+    before, raised, lowered = told
+    named = dict(run.model.named_parameters())
+    loss = run.model(run.x).pow(2).mean() * 2.0**8
+    found = torch.autograd.grad(loss, list(named.values()))
+    true = {
+        name: math.frexp(grad.abs().max().item())[1] - 9
+        for name, grad in zip(named, found, strict=True)
+    }
+    assert before == max(true["head.weight"], true["head.bias"])
+    assert raised == true["linear.weight"] + 40
+    assert lowered == max(true["linear.weight"], true["linear.bias"])
+    controller.largest.offsets = {"linear.weight": 40}
+    controller.engine._reasons.note("as if the graph were another")
+    assert not controller.largest.rows(run.optimizer).offsets
+    run.scaler.close()
+
+
+def test_half_precision_parameters_count_for_no_less_than_they_are():
+    model = nn.Linear(4, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    known = Known(
+        frozenset(), {"weight": -3, "bias": 2}, {id(model.weight): "weight", id(model.bias): "bias"}
+    )
+    assert CountedRows(optimizer, known, 2).offsets == {1: 2}
 
 
 def test_where_all_are_float32_all_count():

@@ -462,3 +462,38 @@ def test_two_ranks_with_dropped_batches_are_the_plain_loop(tmp_path):
     text = start_ranks("test_trainers_plain", "one_of_two", tmp_path, 2)
     for rank in (0, 1):
         assert text.count(f"rank {rank}: ") == 8, text
+
+
+def test_an_adaptive_scaler_sees_the_forward_passes_of_fabric():
+    """Fabric's update waits, since it does not say how many optimizers there are; not so long that
+    a probe misses the forward pass it is for."""
+    plugin = GradLiftPrecision(lambda model: AdaptiveGradScaler(model, "cpu"))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    bare = net()
+    model, optimizer = fabric.setup(bare, optimizer_for(bare))
+    for step in range(6):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, step, 0))
+        optimizer.step()
+        assert plugin.scaler.neutral is None
+    assert plugin.scaler.plan is not None
+    plugin.scaler.close()
+
+
+def test_an_update_waits_for_the_second_optimizer_over_a_forward_pass_in_between():
+    plugin = GradLiftPrecision(GradScaler("cpu", init_scale=2.0**8))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    one, first_optimizer = fabric.setup(first, torch.optim.SGD(first.parameters(), lr=1.0))
+    two, second_optimizer = fabric.setup(second, torch.optim.SGD(second.parameters(), lr=1.0))
+    x = torch.ones(1, 4)
+    before = second.weight.detach().clone()
+    output = one(x)
+    output.register_hook(lambda grad: grad * float("inf"))
+    fabric.backward(output.sum() + two(x).sum())
+    first_optimizer.step()  # overflows, and the scale will be halved
+    one(x)
+    second_optimizer.step()
+    torch.testing.assert_close(before - second.weight, torch.ones(4, 4))
+    one(x)
+    assert plugin.scaler.get_scale() == 2.0**7

@@ -40,7 +40,7 @@ class ActiveCut:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedComponent:
     """A component's exponent, where it comes from, and what is remembered for the next plan."""
 
     modules: tuple[str, ...]
@@ -69,7 +69,7 @@ class Plan:
     that they are."""
     loss: int
     """Index of the loss's component."""
-    components: tuple[Planned, ...]
+    components: tuple[PlannedComponent, ...]
     active: tuple[ActiveCut, ...] = ()
     reasons: tuple[str, ...] = ()
     """Why another probe is needed; empty when it is not."""
@@ -82,7 +82,8 @@ class Plan:
         """
         exponents = [exponent + (c.pinned or 0) for c in graph.components]
         planned = tuple(
-            Planned(c.modules, e, ANY) for c, e in zip(graph.components, exponents, strict=True)
+            PlannedComponent(c.modules, e, ANY)
+            for c, e in zip(graph.components, exponents, strict=True)
         )
         cuts = active_cuts(graph, [ANY] * len(planned), exponents)
         return cls(get(format).name, graph.loss, planned, cuts)
@@ -113,7 +114,7 @@ class Plan:
         return not self.active
 
     @property
-    def squeezed(self) -> tuple[Planned, ...]:
+    def squeezed(self) -> tuple[PlannedComponent, ...]:
         """Components whose gradients do not fit: kept from overflowing, they lose small ones."""
         return tuple(planned for planned in self.components if planned.interval.empty)
 
@@ -202,7 +203,7 @@ NAMES = schema.list_of(schema.text, make=tuple)
 def _fits_together(
     format: str,
     loss: int,
-    components: tuple[Planned, ...],
+    components: tuple[PlannedComponent, ...],
     active: tuple[ActiveCut, ...],
     reasons: tuple[str, ...],
 ) -> Plan:
@@ -226,7 +227,7 @@ def _fits_together(
 
 
 _PLANNED = schema.record(
-    make=Planned,
+    make=PlannedComponent,
     modules=NAMES,
     exponent=schema.whole(_SHIFTED.low, _SHIFTED.high),
     interval=schema.row(

@@ -1,4 +1,4 @@
-"""The largest gradient of a step that can overflow, still scaled, on the device.
+"""The largest gradient of a step that can overflow, as its component stores it, on the device.
 
 It costs no pass of its own on a GPU: the two passes of ``two_pass.py`` give it, and for a small
 model the launch that counts overflows.
@@ -7,6 +7,7 @@ model the launch that counts overflows.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.narrow import Narrow
+from gradlift.torch.adaptive.narrow import NONE, CountedRows, Known, Narrow
 from gradlift.torch.step import fused, grads
 from gradlift.torch.step.readback import moved_to
 
@@ -30,6 +31,8 @@ class LargestGradients:
     """
 
     def __init__(self, engine: Engine) -> None:
+        self.offsets: Mapping[str, int] = NONE
+        """By name, of the parameters whose component is not at the loss's exponent."""
         self._engine = engine
         self._narrow = Narrow()
         self._seen: list[Tensor] = []
@@ -54,26 +57,26 @@ class LargestGradients:
         home: torch.device,
     ) -> None:
         """Look at the gradients themselves; ``home`` is where the largest is kept."""
-        engine = self._engine
-        names = engine.parameter_names
-        for filled in self._narrow.tensors(optimizer, collected, engine.wide, names):
-            if filled:
-                largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
-                self._seen.append(moved_to(largest, home))
+        for offset, filled in self.rows(optimizer).by_offset(collected):
+            largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
+            if offset:
+                largest = largest * 2.0**offset
+            self._seen.append(moved_to(largest, home))
 
     def see_rows(self, optimizer: Optimizer, largest: Tensor) -> None:
         """The largest magnitude of each of the optimizer's gradients: float32 [n]."""
-        engine = self._engine
-        names = engine.parameter_names
-        self._seen.append(self._narrow.amax(optimizer, largest, engine.wide, names))
+        self._seen.append(self.rows(optimizer).counted(largest))
 
     def see_peaks(self, peaks: list[Tensor]) -> None:
-        """The largest magnitudes of groups of gradients, without the rows left out."""
+        """The largest magnitudes of groups of gradients, each row for what it counts."""
         self._seen += peaks
 
-    def left_out(self, optimizer: Optimizer) -> frozenset[int]:
-        """Rows of the optimizer's parameters whose magnitudes do not count."""
-        return self._narrow.rows(optimizer, self._engine.wide, self._engine.parameter_names)
+    def rows(self, optimizer: Optimizer) -> CountedRows:
+        """Which of the optimizer's parameters count, and how much."""
+        engine = self._engine
+        # A step that runs neutral has all of them at the loss's exponent.
+        offsets = NONE if engine.neutral or engine.pins else self.offsets
+        return self._narrow.of(optimizer, Known(engine.wide, offsets, engine.parameter_names))
 
     def all(self, zero: Tensor) -> Tensor:
         """The magnitudes seen since ``take``: float32, 0-d or [n], on the device of ``zero``, at

@@ -1,16 +1,21 @@
-"""Which of an optimizer's gradients can overflow, and so have a say in the scale.
+"""Which of an optimizer's gradients can overflow, and so have a say in the scale, and how much.
 
 A gradient that was computed in float32 from float32, as that of a norm's weight under autocast,
 may be as large as it likes; if it counted, one spike in it would lower the scale for 64 steps and
 flush others. So the largest gradient of a step is taken over those alone that came out of half
 precision. Which these are is seen in the graph at each probe, and remembered by name; a parameter
 that no probe has met counts, and if none came out of half precision, all count.
+
+A gradient is stored by its component multiplied by 2**offset more than where it arrives, and that
+is where it would overflow; so it counts for that much. A float16 parameter stores it once more at
+the loss scale, and counts for no less than it is.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,76 +23,107 @@ from torch.optim import Optimizer
 
 from gradlift.torch.step import grads
 
+NONE: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model's parameters, by name; the same objects as long as it holds."""
+
+    wide: frozenset[str]
+    """Those whose gradients are computed in float32."""
+    offsets: Mapping[str, int]
+    """Those whose component is not at the loss's exponent, and how far it is from it."""
+    names: Mapping[int, str]
+    """All parameters, by ``id``."""
+
 
 class Narrow:
-    """Remembers, for each optimizer, which of its rows are left out."""
+    """Remembers, for each optimizer, which of its rows are left out and how much others count."""
 
     def __init__(self) -> None:
-        self._left_out: weakref.WeakKeyDictionary[Optimizer, _LeftOut] = weakref.WeakKeyDictionary()
+        self._rows: weakref.WeakKeyDictionary[Optimizer, dict[bool, CountedRows]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def tensors(
-        self,
-        optimizer: Optimizer,
-        found: tuple[grads.Buckets, grads.Places],
-        wide: frozenset[str],
-        names: Mapping[int, str],
-    ) -> list[list[Tensor]]:
-        """The non-empty gradients that count, by device and dtype.
+    def of(self, optimizer: Optimizer, known: Known) -> CountedRows:
+        """The rows of an optimizer."""
+        # Steps that run neutral may come in between, and each kind is kept.
+        kept = self._rows.setdefault(optimizer, {})
+        found = kept.get(bool(known.offsets))
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if found is None or not found.holds(known, count):
+            found = kept[bool(known.offsets)] = CountedRows(optimizer, known, count)
+        return found
+
+
+class CountedRows:
+    """The parameters of an optimizer by their place in it.
+
+    Args:
+        optimizer: whose.
+        known: what is known of them.
+        count: how many they are.
+    """
+
+    def __init__(self, optimizer: Optimizer, known: Known, count: int) -> None:
+        self._known, self._count = known, count
+        self.left_out: frozenset[int] = frozenset()
+        """Those that do not count."""
+        self.offsets: dict[int, int] = {}
+        """How far the component of each is from the loss's exponent, where it is."""
+        if known.wide or known.offsets:
+            self._name(optimizer)
+        self._mask: Tensor | None = None
+        self._factors: Tensor | None = None
+
+    def _name(self, optimizer: Optimizer) -> None:
+        known, wide = self._known, set[int]()
+        for row, param in enumerate(grads.parameters(optimizer)):
+            name = known.names.get(id(param), "")
+            if name in known.wide:
+                wide.add(row)
+            offset = known.offsets.get(name, 0)
+            if offset > 0 or (offset and param.dtype != torch.float16):
+                self.offsets[row] = offset
+        self.left_out = frozenset(wide if len(wide) < self._count else ())
+
+    def holds(self, known: Known, count: int) -> bool:
+        """Whether they are still what they were."""
+        own = self._known
+        return count == self._count and known.wide is own.wide and known.offsets is own.offsets
+
+    def by_offset(
+        self, collected: tuple[grads.Buckets, grads.Places]
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """The non-empty gradients that count, by device, dtype and offset.
 
         Args:
-            optimizer: whose gradients.
-            found: from ``grads.collect_places``.
-            wide: names of the parameters whose gradients are computed in float32.
-            names: parameters' names, by ``id``.
+            collected: from ``grads.collect_places``.
         """
-        buckets, rows = found
-        out = self._of(optimizer, wide, names).rows
-        return [
-            [
-                tensor
-                for tensor, row in zip(tensors, rows[key], strict=True)
-                if row not in out and tensor.numel()
-            ]
-            for key, tensors in buckets.items()
-        ]
+        buckets, places = collected
+        for key, tensors in buckets.items():
+            found: dict[int, list[Tensor]] = {}
+            for tensor, row in zip(tensors, places[key], strict=True):
+                if row not in self.left_out and tensor.numel():
+                    found.setdefault(self.offsets.get(row, 0), []).append(tensor)
+            yield from found.items()
 
-    def amax(
-        self, optimizer: Optimizer, amax: Tensor, wide: frozenset[str], names: Mapping[int, str]
-    ) -> Tensor:
-        """The entries of ``amax``, float32 [n], with 0 for those that do not count."""
-        out = self._of(optimizer, wide, names)
-        return amax.masked_fill(out.mask(len(amax), amax.device), 0.0) if out.rows else amax
+    def counted(self, amax: Tensor) -> Tensor:
+        """The entries of ``amax``, float32 [n], for what they count."""
+        if self.left_out:
+            amax = amax.masked_fill(self._left_out_mask(amax), 0.0)
+        return amax * self.factors(amax.device) if self.offsets else amax
 
-    def rows(
-        self, optimizer: Optimizer, wide: frozenset[str], names: Mapping[int, str]
-    ) -> frozenset[int]:
-        """The places among the optimizer's parameters of those that do not count."""
-        return self._of(optimizer, wide, names).rows
-
-    def _of(self, optimizer: Optimizer, wide: frozenset[str], names: Mapping[int, str]) -> _LeftOut:
-        known = self._left_out.get(optimizer)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if known is None or known.wide is not wide or known.count != count:
-            known = self._left_out[optimizer] = _LeftOut(optimizer, wide, names, count)
-        return known
-
-
-class _LeftOut:
-    def __init__(
-        self, optimizer: Optimizer, wide: frozenset[str], names: Mapping[int, str], count: int
-    ) -> None:
-        self.wide, self.count = wide, count
-        self.rows = frozenset(
-            row
-            for row, param in enumerate(grads.parameters(optimizer) if wide else ())
-            if names.get(id(param)) in wide
-        )
-        if len(self.rows) == count:
-            self.rows = frozenset()
-        self._mask: Tensor | None = None
-
-    def mask(self, length: int, device: torch.device) -> Tensor:
+    def _left_out_mask(self, amax: Tensor) -> Tensor:
         if self._mask is None:
-            chosen = [row in self.rows for row in range(length)]
-            self._mask = torch.tensor(chosen, device=device)
+            chosen = [row in self.left_out for row in range(len(amax))]
+            self._mask = torch.tensor(chosen, device=amax.device)
         return self._mask
+
+    def factors(self, device: torch.device) -> Tensor:
+        """What each counts for: float32 [n]."""
+        if self._factors is None:
+            powers = [2.0 ** self.offsets.get(row, 0) for row in range(self._count)]
+            self._factors = torch.tensor(powers, device=device)
+        return self._factors

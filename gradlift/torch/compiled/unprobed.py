@@ -5,7 +5,8 @@ what the plan says, gradients overflow or vanish in every step but the probed on
 probe shows nothing of it. So what is found out about compiled graphs goes into the next probe::
 
     HeldModules        modules that a compiled graph holds at the global scale: not to be planned on
-    UncutGraphs        graphs without any cut, of modules that were not planned: to be probed
+    UncutGraphs        graphs without any planned cut, or of parameters that no probe has met: to be
+                       probed
     called_elsewhere   calls that a graph cannot tell apart: the graph stays neutral
     without_unused     outputs that no loss uses, whose gradients a compiled graph has all the same
 """
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Key
+from gradlift.plan.key import Key
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Node, Walk
 from gradlift.torch.compiled.entry_points import is_compiled_node
 
@@ -26,34 +27,54 @@ MOST_TRIES = 6
 
 
 class UncutGraphs:
-    """Compiled graphs without any cut, which a plan with active cuts was not made for.
+    """Compiled graphs that a plan with active cuts was not made for.
 
     Another branch of the model may have none of the planned modules, and cuts are placed at those
-    alone. The next step is probed then. It may be the first branch's again, so this is done some
-    times, each time a step later: a branch that is taken in every fourth step is met too.
+    alone; or, beside its own, one that all branches share. Its parameters then are in no probe. The
+    next step is probed. It may be the first branch's again, so this is done some times, each time a
+    step later: a branch that is taken in every fourth step is met too.
     """
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[type] = weakref.WeakSet()
         self._seen: weakref.WeakSet[type] = weakref.WeakSet()
+        self._probed: weakref.WeakSet[type] = weakref.WeakSet()
         self._regions = 0
         self._tries = 0
         self._wait: int | None = None
 
-    def met(self, nodes: Iterable[Node], regions: int) -> bool:
-        """Whether a probe is due; ``regions`` is how many graphs with cuts there are by now."""
-        found = {node._forward_cls for node in below(nodes) if is_compiled_node(node)}
+    def met(self, nodes: Iterable[Node], regions: int, unmet: Collection[int] = ()) -> bool:
+        """Whether a probe is due.
+
+        Args:
+            nodes: below which the graphs of a step lie.
+            regions: how many graphs with cuts there are by now.
+            unmet: the parameters that no probe has met, by ``id``.
+        """
+        compiled = [node for node in below(nodes) if is_compiled_node(node)]
+        found = {node._forward_cls for node in compiled}
         if regions > self._regions:
             self._known.update(found - set(self._seen))
         self._seen.update(found)
         self._regions = regions
         uncut = bool(found) and not any(graph in self._known for graph in found)
+        uncut = uncut or any(self._is_unmet(node, unmet) for node in compiled)
         if uncut and self._wait is None and self._tries < MOST_TRIES:
             self._wait, self._tries = self._tries, self._tries + 1
         if self._wait is None:
             return False
         self._wait = self._wait - 1 if self._wait else None
         return self._wait is None
+
+    def _is_unmet(self, node: Node, unmet: Collection[int]) -> bool:
+        graph = node._forward_cls
+        if not unmet or graph in self._probed:
+            return False
+        leaves = (getattr(target, "variable", None) for target, _ in node.next_functions)
+        if any(id(leaf) in unmet for leaf in leaves):
+            return True
+        self._probed.add(graph)
+        return False
 
 
 class HeldModules:
@@ -77,7 +98,7 @@ class HeldModules:
     def in_region(
         self,
         walk: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         plan: Mapping[str, int],
         called_elsewhere: str | None,
     ) -> None:
@@ -92,7 +113,7 @@ class HeldModules:
 
 
 def held_against(
-    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+    walk: Walk, keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
 ) -> dict[str, str]:
     """The modules that a plan would move and a graph holds, with the reason."""
     return {
@@ -104,8 +125,8 @@ def held_against(
 
 
 def without_unused(
-    keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
-) -> dict[Cut, tuple[str, ...]]:
+    keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
+) -> dict[CutHook, tuple[str, ...]]:
     """The keys without those of outputs that no loss uses: a compiled graph has gradients of all.
 
     They are not in the plan, and another output of the same module is.
@@ -117,7 +138,9 @@ def without_unused(
     }
 
 
-def called_elsewhere(keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]) -> str | None:
+def called_elsewhere(
+    keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
+) -> str | None:
     """A module that this graph calls, and another too, if the plan tells the calls apart."""
     own = {key for several in keys.values() for key in several}
     calls: defaultdict[Key, set[str]] = defaultdict(set)

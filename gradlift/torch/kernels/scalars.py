@@ -79,6 +79,7 @@ def count_overflows(
     updates_p,
     cells,
     counted,
+    powers,
     largest_p,
     chunks,
     LOSS: tl.constexpr,
@@ -105,7 +106,8 @@ def count_overflows(
             base = tl.load(addresses + row).to(tl.pointer_type(DTYPE)) + place
             inside = places < tl.load(counted + row) - place
             value = tl.load(base + places, mask=inside, other=0.0).to(tl.float32)
-            most = tl.maximum(most, tl.where(value != value, float("inf"), tl.abs(value)))
+            value = tl.abs(value) * tl.load(powers + row)
+            most = tl.maximum(most, tl.where(value != value, float("inf"), value))
         tl.store(largest_p + tl.program_id(0), tl.max(most))
     if found > 0:
         # A cell starts anew at each overflow without being cleared: whoever comes first

@@ -8,7 +8,7 @@ if it is set, and the counts stay on the device until somebody asks.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,15 +26,24 @@ _PROGRAMS = 512
 _KEPT = 16
 
 
+class Weights(Protocol):
+    """How much the rows of an optimizer's parameters count; one object as long as it holds."""
+
+    left_out: frozenset[int]
+    """Those that do not."""
+    offsets: dict[int, int]
+    """Those that count 2**offset times."""
+
+
 class Peaks:
     """The largest magnitudes that ``count_collected`` finds.
 
     Args:
-        left_out: rows of the optimizer's parameters not to look at.
+        weights: what each row counts for.
     """
 
-    def __init__(self, left_out: frozenset[int] = frozenset()) -> None:
-        self.left_out = left_out
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
         self.found: list[Tensor] = []
         """float32 vectors; the greatest entry of all is the largest magnitude."""
 
@@ -59,7 +68,7 @@ class _CountedGrads:
         self._known: list[int] = []
         self._addresses = DeviceList(torch.int64, self.device)
         self._launches: dict[tuple[torch.dtype | None, bool], Any] = {}
-        self._counted: tuple[frozenset[int], Tensor] = frozenset(), self.numels
+        self._counted: tuple[Weights | None, Tensor, Tensor] = None, self.numels, self._ones()
 
     @property
     def captured(self) -> bool:
@@ -80,18 +89,23 @@ class _CountedGrads:
             self._launches[key] = found
         return found
 
-    def counted(self, left_out: frozenset[int]) -> Tensor:
-        """How many elements of each gradient to look at, none of those in rows left out."""
-        if left_out is not self._counted[0] and not capturing(self.device):
-            numels = [
-                0 if row in left_out else size
-                for row, size in zip(self.rows, self._sizes, strict=True)
-            ]
-            chosen = (
-                send(torch.tensor(numels, device="cpu"), self.device) if left_out else self.numels
+    def _ones(self) -> Tensor:
+        return torch.ones(len(self.rows), dtype=torch.float32, device=self.device)
+
+    def counted(self, weights: Weights) -> tuple[Tensor, Tensor]:
+        """How many elements of each gradient to look at, none of those in rows left out, and what
+        to multiply them by: float32."""
+        if weights is not self._counted[0] and not capturing(self.device):
+            left_out, offsets = weights.left_out, weights.offsets
+            sizes = zip(self.rows, self._sizes, strict=True)
+            numels = [0 if row in left_out else size for row, size in sizes]
+            powers = [2.0 ** offsets.get(row, 0) for row in self.rows]
+            self._counted = (
+                weights,
+                send(torch.tensor(numels, device="cpu"), self.device) if left_out else self.numels,
+                send(torch.tensor(powers, device="cpu"), self.device) if offsets else self._ones(),
             )
-            self._counted = left_out, chosen
-        return self._counted[1]
+        return self._counted[1:]
 
     def addresses(self, grads: list[Tensor]) -> Tensor | None:
         """Where ``grads`` lie, int64 on the device; None if they cannot be read by address."""
@@ -173,9 +187,10 @@ class OverflowReport:
             flag = found_inf[device]
             looks = loss is not None and bad_loss is None and loss.device == device
             bad = torch.empty_like(flag) if looks else flag
-            most, counted = flag, bucket.numels
+            most, counted, powers = flag, bucket.numels, flag
             if peaks is not None:
-                most, counted = peaks.add(bucket.programs, device), bucket.counted(peaks.left_out)
+                most = peaks.add(bucket.programs, device)
+                counted, powers = bucket.counted(peaks.weights)
             bucket.launch(loss if looks else None, peaks is not None)(
                 bucket.chunks.entries,
                 addresses,
@@ -186,6 +201,7 @@ class OverflowReport:
                 updates if updates.device == device else moved_to(updates, device),
                 bucket.cells,
                 counted,
+                powers,
                 most,
                 bucket.chunks.total,
             )

@@ -1,0 +1,240 @@
+"""Trainings whose gradients change in the middle: no more skipped steps than torch's scaler.
+
+What changes is who gets a gradient, or how large it is: a loss term that begins or fades in, two
+networks that train in turn, layers that are dropped, sequences that grow, routes that flip. Each is
+trained on the CPU in fp16 autocast, from two seeds.
+"""
+
+import statistics
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradlift.torch import AdaptiveGradScaler
+
+WIDTH, CLASSES, ROWS, TIME = 32, 10, 48, 16
+SEEDS = (0, 1)
+WAYS = {
+    "torch": lambda model: torch.amp.GradScaler("cpu"),
+    "one scale": lambda model: AdaptiveGradScaler(model, "cpu", layerwise=False),
+    "layers": lambda model: AdaptiveGradScaler(model, "cpu"),
+}
+
+
+def tanh_layers(count):
+    return nn.Sequential(
+        *(part for _ in range(count) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    )
+
+
+class Heads(nn.Module):
+    """A deep body and two heads."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.body = tanh_layers(layers)
+        self.first = nn.Linear(WIDTH, CLASSES)
+        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.first(hidden).float(), self.second(hidden).float()
+
+
+def weighted(weight_at):
+    def loss_of(model, x, y, step):
+        first, second = (F.cross_entropy(out, y) for out in model(x))
+        return first + second * weight_at(step)
+
+    return loss_of
+
+
+class Adversaries(nn.Module):
+    """A generator and a critic; each loss trains one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.critic = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2),
+            nn.Linear(WIDTH, 1),
+        )  # fmt: skip
+
+
+def in_turn(model, x, y, step):
+    noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+    critic, made = model.critic, model.generator(noise)
+    if step % 2:
+        return F.softplus(-critic(made).float()).mean()
+    real, false = critic(x).float(), critic(made.detach()).float()
+    return F.softplus(-real).mean() + F.softplus(false).mean()
+
+
+class Recurrent(nn.Module):
+    """An LSTM, one cell after the other: the CPU has none of one piece in fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.Linear(2 * WIDTH, 4 * WIDTH)
+
+    def forward(self, x):
+        hidden = state = x.new_zeros(len(x), WIDTH)
+        found = []
+        for now in x.unbind(1):
+            into, keep, out, new = self.gates(torch.cat([now, hidden], 1)).chunk(4, 1)
+            state = state * keep.sigmoid() + into.sigmoid() * new.tanh()
+            hidden = out.sigmoid() * state.tanh()
+            found.append(hidden)
+        return torch.stack(found, 1)
+
+
+class Tagger(nn.Module):
+    """A recurrent network over sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = Recurrent(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.cells(x)).float()
+
+
+def sequences(x, length):
+    return torch.stack([x.roll(shift, 1) for shift in range(length)], 1)
+
+
+def longer_and_longer(model, x, y, step):
+    length = 2 if step < 30 else 8 if step < 60 else 2 * TIME
+    return F.cross_entropy(model(sequences(x, length))[:, -1], y)
+
+
+def masked_until_step_40(model, x, y, step):
+    out = model(sequences(x, TIME))
+    mask = (torch.arange(TIME) < (2 if step < 40 else TIME)).float()
+    each = F.cross_entropy(out.flatten(0, 1), y.repeat_interleave(TIME), reduction="none")
+    return (each.view(ROWS, TIME) * mask).sum() / mask.sum() / ROWS
+
+
+class WithAlignment(Tagger):
+    def __init__(self):
+        super().__init__()
+        self.align = nn.Linear(WIDTH, CLASSES + 1)
+
+
+def alignment_from_step_40_on(model, x, y, step):
+    hidden = model.cells(sequences(x, TIME))
+    loss = F.cross_entropy(model.head(hidden[:, -1]).float(), y)
+    if step >= 40:
+        told = F.log_softmax(model.align(hidden).float(), 2).transpose(0, 1)
+        lengths = torch.full((ROWS,), TIME), torch.full((ROWS,), 2)
+        loss = loss + F.ctc_loss(told, 1 + torch.stack([y, (y + 1) % CLASSES], 1), *lengths)
+    return loss
+
+
+class Dropping(nn.Module):
+    """Residual blocks, some of them left out at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(tanh_layers(2) for _ in range(8))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, kept):
+        for block, keep in zip(self.blocks, kept, strict=True):
+            x = x + block(x) if keep else x
+        return self.head(x).float()
+
+
+def layers_dropped(model, x, y, step):
+    kept = torch.rand(8, generator=torch.Generator().manual_seed(step)) < (0.3 + step / 100)
+    return F.cross_entropy(model(x, kept.tolist()), y)
+
+
+class Experts(nn.Module):
+    """One expert of four, of gradients 2^0 to 2^-18, for every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(tanh_layers(3) for _ in range(4))
+        self.body, self.head = tanh_layers(3), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, chosen):
+        x = self.body(x)
+        return self.head(x + self.experts[chosen](x) * 2.0 ** (-6 * chosen)).float()
+
+
+def routes_that_flip(model, x, y, step):
+    chosen = step % 2 if step < 50 else 2 + step % 2
+    return F.cross_entropy(model(x, chosen), y)
+
+
+def grown_by_a_task(model, x, y, step):
+    """Another task, whose loss is 2^10 times as large, from step 50 on."""
+    first, second = model(x)
+    if step < 50:
+        return F.cross_entropy(first, y)
+    return F.mse_loss(second, x[:, :CLASSES] * 30)
+
+
+CASES = {
+    "60 layers, a term from step 50 on": (lambda: Heads(60), weighted(lambda s: float(s >= 50))),
+    "a weight that warms up": (lambda: Heads(20), weighted(lambda s: min(s / 60, 1.0) ** 4)),
+    "a weight that fades": (lambda: Heads(40), weighted(lambda s: 0.8**s)),
+    "another task": (lambda: Heads(8), grown_by_a_task),
+    "two networks in turn": (Adversaries, in_turn),
+    "sequences that grow": (Tagger, longer_and_longer),
+    "masks that open": (Tagger, masked_until_step_40),
+    "an alignment head": (WithAlignment, alignment_from_step_40_on),
+    "layers dropped": (Dropping, layers_dropped),
+    "routes that flip": (Experts, routes_that_flip),
+}
+
+
+def batches(seed, steps):
+    chance = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        y = torch.randint(CLASSES, (ROWS,), generator=chance)
+        yield centres[y] + torch.randn(ROWS, WIDTH, generator=chance), y
+
+
+def train(case, make_scaler, seed, steps=100):
+    """Steps that were skipped, and the mean of the losses."""
+    build, loss_of = CASES[case]
+    torch.manual_seed(seed)
+    model = build()
+    scaler = make_scaler(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    skipped, losses = 0, []
+    for step, (x, y) in enumerate(batches(seed, steps)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(model, x, y, step)
+        scaler.scale(loss).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        skipped += not all(bool(grad.isfinite().all()) for grad in grads)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    if isinstance(scaler, AdaptiveGradScaler):
+        scaler.close()
+    return skipped, statistics.mean(losses)
+
+
+FAST = ("another task", "two networks in turn", "layers dropped", "routes that flip")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_no_more_skips_than_torchs_scaler_and_no_worse_a_loss(case):
+    found = {way: [train(case, make, seed) for seed in SEEDS] for way, make in WAYS.items()}
+    skips = {way: sum(run[0] for run in runs) for way, runs in found.items()}
+    losses = {way: statistics.mean(run[1] for run in runs) for way, runs in found.items()}
+    assert skips["layers"] <= skips["one scale"] <= skips["torch"]
+    assert losses["one scale"] <= losses["torch"] * 1.01
+    assert losses["layers"] <= losses["torch"] * 1.01
+    if not skips["torch"]:
+        assert losses["layers"] >= losses["torch"] * 0.99
