@@ -64,7 +64,8 @@ def test_nobody_warns_past_the_helper():
     for file, tree in TREES.items():
         past = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Name)]
         assert past.count("warnings.warn") == (file == HELPER), file
-        assert "warnings.warn_explicit" not in past, file
+        # The demo hands on what torch and others warned of.
+        assert past.count("warnings.warn_explicit") == (file == "demo.py"), file
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 assert node.module != "warnings", file
