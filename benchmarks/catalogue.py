@@ -350,7 +350,13 @@ def full() -> Sequence[Network]:
             partial(scenes, 4, 320, True),
             detect,
         ),
-        Network("t5_small", written("T5ForConditionalGeneration"), partial(text, 32128), own_loss),
+        Network(
+            "t5_small",
+            # Newer versions of transformers have no default for it.
+            written("T5ForConditionalGeneration", decoder_start_token_id=0),
+            partial(text, 32128),
+            own_loss,
+        ),
         Network(
             "mamba",
             written("MambaForCausalLM", num_hidden_layers=8),
