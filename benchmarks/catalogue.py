@@ -352,6 +352,7 @@ def full() -> Sequence[Network]:
         ),
         Network(
             "t5_small",
+            # Newer versions of transformers have no default for it.
             written("T5ForConditionalGeneration", decoder_start_token_id=0),
             partial(text, 32128),
             own_loss,

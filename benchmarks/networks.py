@@ -86,7 +86,8 @@ class Trainer:
     """One network, trained one way; the losses stay on the device."""
 
     def __init__(self, network: Network, model: nn.Module, way: str, device: torch.device) -> None:
-        self.network, self.model, self.device = network, model, device.type
+        self.network, self.model, self.way = network, model, way
+        self.device = device.type
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=network.rate)
         self.scaler = build_scaler(way, model, device.type)
         self.dtype = torch.bfloat16 if way in BFLOAT16 else torch.float16
@@ -120,13 +121,17 @@ def build_scaler(way: str, model: nn.Module, device: str) -> torch.amp.GradScale
 def train(trainer: Trainer, batches: Sequence[Any], steps: int) -> int:
     """Takes the first steps; how many were skipped. torch's scaler backs off with each."""
     skipped, before = 0, trainer.scaler.get_scale()
+    start = time.monotonic()
     for _ in range(steps):
         trainer.step(batches)
         if not isinstance(trainer.scaler, AdaptiveGradScaler):
             after = trainer.scaler.get_scale()
             skipped, before = skipped + (after < before), after
     if isinstance(trainer.scaler, AdaptiveGradScaler):
-        return trainer.scaler.skipped_steps
+        skipped = trainer.scaler.skipped_steps
+    # One network takes minutes on a GPU.
+    seconds = time.monotonic() - start
+    tell(f"{trainer.network.name}: {trainer.way}, {skipped} of {steps} skipped, {seconds:.0f} s")
     return skipped
 
 

@@ -86,7 +86,7 @@ class Session:
         self._load_last()
         self.shadow = Shadow(self.training, case)
         self.recorder = self._record()
-        self.after_drop = False
+        self.after_drop = self.lies_unscaled = False
         self.usages: list[dict[str, int]] = []
 
     def _record(self) -> Any:
@@ -117,16 +117,20 @@ class Session:
         if "uneven" in kinds:
             self._uneven(step, kinds["uneven"].chance)
             return
-        if "missing" in kinds and (self.case.layout != "plain" or self.world == 1):
-            return  # no rank has a batch
+        if "missing" in kinds and (
+            self.case.layout != "plain" or self.world == 1 or self.lies_unscaled
+        ):
+            # No rank has a batch. One alone would not know that what it unscaled was dropped.
+            return
         self.training.zero_grad()
         self._backward(step, kinds)
         self._end(step, 1)
         before = self.shadow.look()
         if "dropped" in kinds:
-            if self.training.drop(kinds["dropped"].chance):
+            updated = self.training.drop(kinds["dropped"].chance)
+            if updated:
                 self._updated(before.scale, None)
-            self.after_drop = True
+            self.after_drop, self.lies_unscaled = True, not updated
             return
         with _disk_full("full disk" in kinds):
             stepped = self._clip_and_step(step)
@@ -179,7 +183,7 @@ class Session:
             self.training.scaler.update()
             return False
         finally:
-            self.after_drop = False
+            self.after_drop = self.lies_unscaled = False
         return True
 
     def _uneven(self, step: int, chance: int) -> None:

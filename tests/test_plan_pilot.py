@@ -1,6 +1,7 @@
 """Where the exponents go from step to step, in plain Python."""
 
 import json
+import math
 from itertools import pairwise
 
 import pytest
@@ -433,6 +434,19 @@ def test_what_was_seen_at_other_offsets_is_told_apart():
     for step in (3, 4):
         assert it.saw(record(step, exponent - shift, amax=above - 26), step + 2) == 0
     assert it.saw(record(5, exponent, amax=max(-5, it.offsets["a"] - 26)), 7) == 0
+
+
+def test_the_first_overflow_is_not_believed_while_something_is_looked_for_either():
+    it = pilot()
+    hidden = Histogram.from_bins([1000] + [0] * 102 + [50, 10] + [0] * 151, 0, "float16")
+    it.saw(record(0, 8), 0, survey(NEAR, hidden))
+    exponent = it.plan.global_exponent
+    assert it.plan.probe_again
+    jumped = survey(histogram(20, 22), histogram(20, 22).with_parameters(math.inf))
+    it.saw(record(1, exponent, None, True), 1, jumped)
+    assert exponent - 8 <= it.plan.global_exponent < exponent, "30 octaves lower, before"
+    it.saw(record(2, it.plan.global_exponent, None, True), 2, jumped)
+    assert it.plan.global_exponent < exponent - 15
 
 
 def test_a_trend_is_carried_no_further_than_something_was_seen():

@@ -245,10 +245,24 @@ def test_what_is_broken_is_seen(how, case, said):
     assert said in sabotaged(how, case)
 
 
+# The second time the dropped batch ends with an update, as the docs say.
+WITHOUT_A_LOSS = Case(
+    1,
+    ranks=2,
+    faults=(
+        Fault(2, "dropped", 0, 0),
+        Fault(3, "missing", 1, 0),
+        Fault(5, "dropped", 0, 1),
+        Fault(6, "missing", 1, 0),
+    ),
+)
+
+
 @needs_gloo
 @pytest.mark.slow
-def test_three_ranks_of_ddp_go_on_as_they_were(tmp_path):
-    (tmp_path / "case.json").write_text(ON_THREE.to_json())
+@pytest.mark.parametrize("case", [ON_THREE, WITHOUT_A_LOSS], ids=["buckets", "after a drop"])
+def test_what_failed_once_holds(tmp_path, case):
+    (tmp_path / "case.json").write_text(case.to_json())
     done = python(HERE / "soak.py", "--case", tmp_path / "case.json")
     assert done.stdout.endswith("held\n"), done.stdout + done.stderr
 

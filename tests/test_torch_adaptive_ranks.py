@@ -133,10 +133,10 @@ def test_a_graph_that_one_rank_alone_has_makes_all_of_them_probe(results):
     neutral = [[reason for reason, _ in result["odd"]["active"]] for result in results]
     assert all(reason is None for reasons in neutral[:-1] for reason in reasons)
     assert "layers.3@2" in neutral[-1][30]
-    # Told at step 30, heard at the end of 32, probed in 33, adopted at the end of 35, or before
-    # where the ranks were waiting for probes anyway.
+    # Told at step 30, heard at the end of 32, probed in 33, adopted at the end of 35; before that
+    # where the ranks were waiting for probes anyway, a step later where one was just taken.
     adopted = known.index(True)
-    assert 31 <= adopted <= 35
+    assert 31 <= adopted <= 36
     lost = [step for step, reason in enumerate(neutral[-1]) if reason]
     assert lost == list(range(30, adopted + 1))
 

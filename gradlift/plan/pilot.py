@@ -61,8 +61,9 @@ class Record:
     exponent: int
     """floor(log2) of the loss scale it ran at."""
     amax: int | None
-    """floor(log2) of the largest parameter gradient, each at the offset of its component; None if
-    there was none. Where the device predicts by itself, of the largest true one."""
+    """floor(log2) of the largest parameter gradient, each as far above its true size as its
+    component is above the loss's exponent; None if there was none. Where the device predicts by
+    itself, of the largest true one."""
     overflow: bool
     bad_loss: bool = False
     """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
@@ -147,11 +148,11 @@ class Pilot:
 
     @property
     def parameter_offsets(self) -> dict[str, int]:
-        """The offset of the component of each parameter, where it is not 0."""
+        """The offset of the component of each parameter, where it is above the loss's exponent."""
         if self.plan is None or self.plan.one_exponent_serves:
             return {}
         offsets = self.plan.offsets
-        return {name: offsets[i] for name, i in self._owners.items() if offsets[i]}
+        return {name: offsets[i] for name, i in self._owners.items() if offsets[i] > 0}
 
     @property
     def owners(self) -> Mapping[str, int]:
@@ -243,15 +244,15 @@ class Pilot:
             self.above.end_by_clean_probe()
             return self._planned(record, now, survey)
         first = overflowed_first(survey.graph, survey.histograms)
-        if self.plan is None or self.plan.probe_again:
+        if self.plan is None or self.plan.overflowed:
             dropped = self._note_above(record, _modules(survey.graph, first))
             target = self._planned(record, now, survey)
             if dropped:
                 self.schedule.probe_after(now)
             # How far it is nobody knows, and every step that overflows again is lost.
             return target - self.backoff * (target < expected + self.backoff)
-        # After a clean probe one overflow may be one batch's alone, and how far it went says
-        # nothing about the next.
+        # The first overflow may be one batch's alone, and how far it went says nothing about the
+        # next.
         self._graph, self._owners = survey.graph, dict(survey.owners)
         return self._lowered(record, now, first)
 
@@ -458,9 +459,9 @@ def _modules(graph: Graph, components: Iterable[int]) -> list[str]:
 
 
 def _reach(survey: Survey, offsets: Sequence[int]) -> int:
-    """floor(log2) of the largest parameter gradient in it, at an offset for each component."""
+    """``Record.amax`` of what it has seen, at an offset for each component."""
     found = zip(survey.histograms, offsets, strict=True)
-    known = [h.parameters + at for h, at in found if h is not None and h.parameters is not None]
+    known = [h.parameters + max(at, 0) for h, at in found if h and h.parameters is not None]
     return max(known, default=0)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradlift import schema
 from gradlift.formats import FORMATS, Format, get
-from gradlift.plan.bounds import ANY
+from gradlift.plan.bounds import ANY, OutOfSight
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
 from gradlift.schema import Mismatch
@@ -108,6 +108,11 @@ class Plan:
     def probe_again(self) -> bool:
         """Whether something was out of sight, so that the next step should be a probe."""
         return bool(self.reasons)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether something was not finite when it was last looked at."""
+        return any(reason.endswith(OutOfSight.NOT_FINITE.value) for reason in self.reasons)
 
     @property
     def one_exponent_serves(self) -> bool:

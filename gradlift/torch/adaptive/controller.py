@@ -211,14 +211,7 @@ class Controller:
         active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
         if (offsets, active) != (self.engine.offsets, self.engine.active_keys):
             self.engine.follow(offsets, active)
-        self._weigh()
-
-    def _weigh(self) -> None:
-        """The largest gradient is judged as its component stores it, and on several ranks, which
-        may add up gradients in float16 at the loss scale, for no less than it is."""
         own = self.pilot.parameter_offsets
-        if self._has_ranks:
-            own = {name: offset for name, offset in own.items() if offset > 0}
         if own != self.largest.offsets:
             self.largest.offsets = own
 

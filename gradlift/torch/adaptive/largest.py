@@ -21,6 +21,9 @@ from gradlift.torch.step.readback import moved_to
 
 # Elements below which a pass over the gradients takes less than a launch.
 SMALL = 2**24
+# Elements from which on, on the CPU, two reductions are faster than the norm: that is not
+# vectorized, and takes twenty times as long.
+LONG = 2**11
 
 
 class LargestGradients:
@@ -32,7 +35,7 @@ class LargestGradients:
 
     def __init__(self, engine: Engine) -> None:
         self.offsets: Mapping[str, int] = NONE
-        """By name, of the parameters whose component is not at the loss's exponent."""
+        """By name, of the parameters whose component is above the loss's exponent."""
         self._engine = engine
         self._narrow = Narrow()
         self._seen: list[Tensor] = []
@@ -58,7 +61,7 @@ class LargestGradients:
     ) -> None:
         """Look at the gradients themselves; ``home`` is where the largest is kept."""
         for offset, filled in self.rows(optimizer).by_offset(collected):
-            largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
+            largest = torch.stack(_magnitudes(filled)).amax().float()
             if offset:
                 largest = largest * 2.0**offset
             self._seen.append(largest if largest.device == home else moved_to(largest, home))
@@ -99,3 +102,14 @@ class LargestGradients:
     def clear(self) -> None:
         """The step is over."""
         self._seen = []
+
+
+def _magnitudes(tensors: list[Tensor]) -> list[Tensor]:
+    """The largest magnitudes of tensors of one device and dtype, 0-d each, in any order; a NaN
+    where there is one."""
+    if tensors[0].device.type != "cpu" or tensors[0].is_complex():
+        return list(torch._foreach_norm(tensors, math.inf))
+    short = [tensor for tensor in tensors if tensor.numel() < LONG]
+    long = [torch.aminmax(tensor) for tensor in tensors if tensor.numel() >= LONG]
+    found = list(torch._foreach_norm(short, math.inf)) if short else []
+    return found + [torch.maximum(-ends.min, ends.max) for ends in long]

@@ -6,9 +6,9 @@ flush others. So the largest gradient of a step is taken over those alone that c
 precision. Which these are is seen in the graph at each probe, and remembered by name; a parameter
 that no probe has met counts, and if none came out of half precision, all count.
 
-A gradient is stored by its component multiplied by 2**offset more than where it arrives, and that
-is where it would overflow; so it counts for that much. A float16 parameter stores it once more at
-the loss scale, and counts for no less than it is.
+A component above the loss's exponent stores its gradients multiplied by 2**offset more than where
+they arrive, and that is where they would overflow; so they count for that much. Below it they count
+for what they are: that is how float16 parameters, and reductions in float16, store them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Known:
     wide: frozenset[str]
     """Those whose gradients are computed in float32."""
     offsets: Mapping[str, int]
-    """Those whose component is not at the loss's exponent, and how far it is from it."""
+    """Those whose component is above the loss's exponent, and by how much."""
     names: Mapping[int, str]
     """All parameters, by ``id``."""
 
@@ -71,7 +71,7 @@ class CountedRows:
         self.left_out: frozenset[int] = frozenset()
         """Those that do not count."""
         self.offsets: dict[int, int] = {}
-        """How far the component of each is from the loss's exponent, where it is."""
+        """How far the component of each is above the loss's exponent, where it is."""
         if known.wide or known.offsets:
             self._name(optimizer)
         self._mask: Tensor | None = None
@@ -83,9 +83,8 @@ class CountedRows:
             name = known.names.get(id(param), "")
             if name in known.wide:
                 wide.add(row)
-            offset = known.offsets.get(name, 0)
-            if offset > 0 or (offset and param.dtype != torch.float16):
-                self.offsets[row] = offset
+            if name in known.offsets:
+                self.offsets[row] = known.offsets[name]
         self.left_out = frozenset(wide if len(wide) < self._count else ())
 
     def holds(self, known: Known, count: int) -> bool:
