@@ -22,8 +22,13 @@ with contextlib.suppress(ImportError):
 # What torch 2.6, the oldest that is declared, cannot do, by the names of tests that need it.
 NOT_IN_OLDEST = {
     "test_torch_adaptive.py::test_a_distributed_checkpoint_holds": "dcp.save has no no_dist",
+    "test_torch_master_weights.py::test_a_checkpoint_on_disk": "dcp.save has no no_dist",
     "test_torch_adaptive_checkpoints.py": "FSDP2 does not run on the CPU",
     "test_torch_adaptive_ranks.py": "FSDP2 does not run on the CPU",
+    "test_torch_rank_cases.py": "FSDP2 does not run on the CPU",
+    "test_torch_ranks.py::test_two_ranks_train_as_one": "FSDP2 does not run on the CPU",
+    "test_torch_ranks.py::test_four_ranks_train_as_one": "FSDP2 does not run on the CPU",
+    "test_ranks_of_a_group_follow_one_plan": "FSDP2 does not run on the CPU",
     "test_the_agreement_is_traced_whole": "torch.compile does not trace hash()",
     "[defect_6_": "torch.compile does not trace inspect.unwrap",
     "[defect_5_mixed_gradients]": "DTensor warns of random numbers on the CPU",
