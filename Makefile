@@ -97,12 +97,16 @@ format: .venv/.ready
 docs: .venv-docs/.ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
-# The wheel goes into an empty environment, and the README's loop runs with it.
+# The wheel goes into an empty environment, and the README's loop runs with it. For PyPI with
+# URL=https://..., the repository's address: links of the README are relative without it.
+URL ?=
+
 dist:
 	rm -rf dist build .venv-dist
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python $(PIP) build==1.3.0
-	.venv-dist/bin/python -m build --outdir dist .
+	.venv-dist/bin/python $(PIP) build==1.3.0 twine==6.2.0
+	GRADLIFT_URL=$(URL) .venv-dist/bin/python -m build --outdir dist .
+	.venv-dist/bin/python -m twine check --strict dist/*
 	rm -rf .venv-dist && $(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/python $(PIP) torch==2.13.0 numpy==2.4.6
 	.venv-dist/bin/python $(PIP) dist/*.whl

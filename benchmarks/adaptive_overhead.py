@@ -31,7 +31,7 @@ import gc
 import statistics
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import turns
-from benchmarks.command import Command
+from benchmarks.command import Command, at_least
 from benchmarks.models import GPT, GPT_124M, GPT_LAUNCH_BOUND, GPT_TINY, Batch
 from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, judge, report, skips
 from benchmarks.overhead import Workload as Timed
@@ -196,13 +196,16 @@ def describe(result: Result) -> str:
 def cases(arguments: Namespace, tiny: bool) -> Iterator[Case]:
     """Every workload."""
     for workload in TINY if tiny else ON_GPU:
+        workload = replace(workload, rounds=arguments.rounds or workload.rounds)
         yield Case(workload.name, workload.rounds, partial(measure, workload, arguments.device))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print; ``--quick`` only shows that everything runs."""
     quick = "a tiny GPT, as on any CPU: does it run at all?"
-    report(Command(__doc__, device="best", quick=quick, json=True), argv, cases, describe)
+    command = Command(__doc__, device="best", quick=quick, json=True)
+    command.add_argument("--rounds", type=at_least(2), help="to time (24)")
+    report(command, argv, cases, describe)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks import turns
-from benchmarks.command import Command
+from benchmarks.command import Command, at_least
 from benchmarks.models import GPT, GPT_124M, GPT_TINY, Batch
 from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, judge, report, skips
 from benchmarks.overhead import Workload as Timed
@@ -157,7 +157,9 @@ def describe(result: Result) -> str:
 
 def cases(arguments: Namespace, tiny: bool) -> Iterator[Case]:
     """The one workload."""
-    workload = replace(TINY if tiny else ON_GPU, backend=arguments.backend)
+    workload = TINY if tiny else ON_GPU
+    rounds = arguments.rounds or workload.rounds
+    workload = replace(workload, backend=arguments.backend, rounds=rounds)
     yield Case(workload.name, workload.rounds, partial(measure, workload, arguments.device))
 
 
@@ -168,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     command.add_argument("--backend", default="inductor", choices=known, metavar="NAME",
                          help="of torch.compile (%(default)s)")  # fmt: skip
+    command.add_argument("--rounds", type=at_least(2), help="to time (24)")
     report(command, argv, cases, describe)
 
 

@@ -95,7 +95,7 @@ def take_turns(
 
 def hold_probes(scaler: AdaptiveGradScaler) -> None:
     """No probe of its own from now on."""
-    scaler._controller.pilot.next_probe = 2**40
+    scaler._controller.pilot.schedule.next_probe = 2**40
 
 
 def time_probes(

@@ -6,18 +6,20 @@ framework knows best when it may wait for the device.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from gradlift.policy import Policy
+from gradlift.troubleshooting import see, warn
+
+AT_FLOOR = "a-step-overflowed-with-the-scale-at-its-floor"
 
 
 def act(
     on_floor: str | Callable[[Any], object],
     message: Callable[[], str],
     subject: Any,
-    warn: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
     """Do what ``on_floor`` asks: ``"hold"`` nothing, ``"warn"``, ``"raise"``, or call it.
 
@@ -25,7 +27,7 @@ def act(
         on_floor: of the policy in force.
         message: what to say, asked for only if it is said.
         subject: what a callable ``on_floor`` gets.
-        warn: how to warn.
+        say: how to warn.
 
     Raises:
         FloatingPointError: with ``on_floor="raise"``.
@@ -33,9 +35,9 @@ def act(
     if callable(on_floor):
         on_floor(subject)
     elif on_floor == "raise":
-        raise FloatingPointError(message())
+        raise FloatingPointError(message() + see(AT_FLOOR))
     elif on_floor == "warn":
-        warn(message())
+        say(message())
 
 
 def react(policy: Policy, scale: float, finite: bool, subject: Any) -> None:
@@ -53,11 +55,12 @@ def react(policy: Policy, scale: float, finite: bool, subject: Any) -> None:
     if finite or scale > policy.min_scale:
         return
     message = (
-        f"the gradients overflowed at the smallest scale allowed, min_scale={policy.min_scale!r}: "
-        "look for what makes them infinite or NaN, or lower min_scale"
+        "gradlift: the gradients overflowed at the smallest scale allowed, "
+        f"min_scale={policy.min_scale!r}: look for what makes them infinite or NaN, or lower "
+        "min_scale"
     )
     act(policy.on_floor, lambda: message, subject, _warn)
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=5)
+    warn(message, AT_FLOOR, stacklevel=5)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Format:
     short: str
     """For the head of a table."""
 
-    @property
+    @cached_property
     def min_subnormal(self) -> int:
         """Exponent of the smallest value above 0."""
         return self.min_exponent - self.mantissa_bits

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from gradlift.floor import AT_FLOOR
 from gradlift.policy import Dynamic, Policy, ScaleState, update
+from gradlift.troubleshooting import see, warn
 
 try:
     mx: Any = importlib.import_module("mxnet")
@@ -65,7 +66,10 @@ class LossScaler:
 
     def _react(self, loss_finite: bool) -> None:
         if not loss_finite:
-            self._warn("the loss is inf or NaN before it is scaled: no loss scale can help")
+            self._warn(
+                "the loss is inf or NaN before it is scaled: no loss scale can help",
+                "the-loss-is-inf-or-nan",
+            )
         elif self.loss_scale <= self.policy.min_scale:
             self._at_floor()
 
@@ -75,14 +79,14 @@ class LossScaler:
         if callable(on_floor):
             on_floor(self)
         elif on_floor == "raise":
-            raise FloatingPointError(f"gradlift: {text}")
+            raise FloatingPointError(f"gradlift: {text}{see(AT_FLOOR)}")
         elif on_floor == "warn":
-            self._warn(text)
+            self._warn(text, AT_FLOOR)
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, text: str, anchor: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(f"gradlift: {text}", RuntimeWarning, stacklevel=5)
+            warn(f"gradlift: {text}", anchor, stacklevel=5)
 
 
 def _finite(arrays: list[Any]) -> bool:

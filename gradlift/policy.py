@@ -6,8 +6,8 @@ The rule, in pseudo-code; ``update`` below has the same shape::
                                 out of patience: scale = max(scale * backoff_factor, min_scale)
     overflow, loss not finite:  clean = 0; no scale can mend a forward pass
     no overflow:                clean += 1
-                                clean = growth_interval: clean = 0, patience refilled,
-                                scale = min(scale * growth_factor, max_scale)
+                                clean = growth_delay + growth_interval: clean = growth_delay,
+                                patience refilled, scale = min(scale * growth_factor, max_scale)
 
 It is written once over an injected ``where``: a Python ternary, ``torch.where``,
 ``jnp.where`` and ``keras.ops.where`` all run the same lines, so the frameworks cannot drift
@@ -43,7 +43,7 @@ class ScaleState(NamedTuple):
 
     scale: Any
     growth_tracker: Any
-    """Clean steps since the scale last changed or a step was skipped."""
+    """Clean steps since a step was skipped, or since the scale grew, beyond ``growth_delay``."""
     hysteresis_tracker: Any
     """Overflows that may still pass before the scale backs off; starts at ``hysteresis``."""
 
@@ -65,6 +65,7 @@ class Static:
     growth_interval = 2**31 - 1
     hysteresis = 1
     consecutive_hysteresis = False
+    growth_delay = 0
     min_scale = SMALLEST_SCALE
     max_scale = LARGEST_SCALE
     on_floor = "hold"
@@ -92,6 +93,7 @@ class Dynamic:
         max_scale: the scale never grows above this.
         on_floor: what to do when an overflow finds the scale at ``min_scale``: ``"hold"`` it
             silently, ``"warn"`` once, ``"raise"``, or a callable that gets the scaler.
+        growth_delay: clean steps at the start, and after each overflow, that count for no growth.
 
     Examples:
         >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
@@ -111,6 +113,7 @@ class Dynamic:
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**127
     on_floor: str | Callable[[Any], object] = "warn"
+    growth_delay: int = 0
 
     def __post_init__(self) -> None:
         for name in ("init_scale", "min_scale", "max_scale"):
@@ -126,6 +129,7 @@ class Dynamic:
             raise ValueError(f"backoff_factor must lie between 0 and 1, got {backoff!r}")
         for name in ("growth_interval", "hysteresis"):
             _store(self, name, _count(getattr(self, name), name))
+        _count(self.growth_delay, "growth_delay", least=0)
         if not isinstance(self.consecutive_hysteresis, bool):
             raise ValueError(
                 f"consecutive_hysteresis must be True or False, got {self.consecutive_hysteresis!r}"
@@ -188,9 +192,9 @@ class Dynamic:
 
         Its optimizers without ZeRO take no notice of ``hysteresis``, and hold the scale at the
         floor where those of ZeRO raise. Its scale first grows ``growth_interval + 1`` clean steps
-        after the start and after an overflow, and here after ``growth_interval``.
+        after the start and after an overflow, and every ``growth_interval`` from then on.
         """
-        section = {"growth_interval": 1000, "min_scale": 1.0}
+        section = {"growth_interval": 1000, "growth_delay": 1, "min_scale": 1.0}
         optimizer = {"hysteresis": 2, "on_floor": "raise"} if zero else {"on_floor": "hold"}
         return cls(**{**section, **optimizer, **changes})
 
@@ -230,6 +234,7 @@ RULE_FIELDS = (
     "consecutive_hysteresis",
     "min_scale",
     "max_scale",
+    "growth_delay",
 )
 
 
@@ -276,13 +281,13 @@ def update(
     after_skip = where(blame > left, lowered, scale)
 
     clean = clean + 1
-    grows = clean >= policy.growth_interval
+    grows = clean - policy.growth_delay >= policy.growth_interval
     raised = _at_most(_times(scale, policy.growth_factor), policy.max_scale, scale, where)
     full = 0 * patience + policy.hysteresis
 
     return ScaleState(
         where(found_inf, after_skip, where(grows, raised, scale)),
-        where(found_inf, 0 * clean, where(grows, 0 * clean, clean)),
+        where(found_inf, 0 * clean, where(grows, 0 * clean + policy.growth_delay, clean)),
         where(found_inf, left, full if policy.consecutive_hysteresis else where(grows, full, left)),
     )
 
@@ -334,9 +339,9 @@ def _scale_value(value: Any, name: str) -> float:
     return float32(number)
 
 
-def _count(value: Any, name: str) -> int:
+def _count(value: Any, name: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{name} must be between 1 and 2**31 - 1, got {value!r}")
+    if not least <= value < 2**31:
+        raise ValueError(f"{name} must be between {least} and 2**31 - 1, got {value!r}")
     return value

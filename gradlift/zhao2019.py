@@ -13,7 +13,8 @@ pseudo-code, where S is the scale that g carries when it comes to the layer; ``l
     both:           alpha <= scale_bound, S alpha <= accum_bound, rounded down to a power of two
     all other ops:  pass S through
 
-This file is the formula for one layer; ``carried.py`` takes it from the loss to every component.
+This file is the formula for one layer; ``plan/paper_planner.py`` takes it from the loss to every
+component.
 What differs from the authors' code: formats other than fp16, and at a cast a gradient of one
 value everywhere counts by its mean square, not by its deviation of 0.
 """
@@ -161,7 +162,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Passage:
+class CutStatistics:
     """What a probe saw of the true gradient that passes a cut, and of the layer behind it."""
 
     name: str
@@ -238,7 +239,7 @@ class Formula:
     threshold: float
     limits: Limits
 
-    def layer_step(self, passage: Passage, exponent: int) -> Step:
+    def layer_step(self, passage: CutStatistics, exponent: int) -> Step:
         """Of a layer whose gradient comes at 2**exponent."""
         if passage.weight is None or passage.gradient is None:
             return PASS
@@ -246,7 +247,7 @@ class Formula:
         need, cap = for_product(stored, passage.weight, passage.terms, self.threshold, self.limits)
         return self._bounded(f"the product of {passage.name}", need, cap, exponent)
 
-    def cast_step(self, passage: Passage, exponent: int) -> Step:
+    def cast_step(self, passage: CutStatistics, exponent: int) -> Step:
         """Of a gradient that is cast to the format at 2**exponent."""
         if passage.gradient is None:
             return PASS

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from adaptive_on_ranks import Deep, observed
+from scaler_parts import controller_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +30,10 @@ class Run:
         layout: "ddp", "fsdp2", or "plain" for a process that trains alone.
         rule: the scaler's.
         data: the rank whose data is seen; None for the same on all.
+        process_group: the scaler's.
     """
 
-    def __init__(self, layout, rule, data=None):
+    def __init__(self, layout, rule, data=None, process_group=None):
         torch.manual_seed(0)
         self.model, self.data = Deep(), data
         self.outer = self.model
@@ -41,8 +43,11 @@ class Run:
             for layer in self.model.layers:
                 fully_shard(layer)
             fully_shard(self.model)
-        self.scaler = AdaptiveGradScaler(self.outer, "cpu", interval=6, rule=rule)
+        self.scaler = AdaptiveGradScaler(
+            self.outer, "cpu", interval=6, rule=rule, process_group=process_group
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2.0**-8)
+        self.parts = self.model, self.optimizer, self.scaler
         self.step_number = 0
 
     def step(self):
@@ -95,7 +100,7 @@ def whole_run(case, rank, folder):
     for step in range(STEPS):
         steps.append(run.step())
         if OVERFLOW < step < STEPS - AFTER:
-            under_way = any(pending.unshared for pending in run.scaler._controller.pending)
+            under_way = any(pending.unshared for pending in controller_of(run.scaler).pending)
             saved.setdefault("probe" if under_way else "quiet", step)
         if step in saved.values():
             run.save(folder / case / str(step))

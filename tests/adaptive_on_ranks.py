@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from cuts_harness import random_offsets
+from scaler_parts import controller_of, engine_of
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -293,7 +294,7 @@ def adaptive_run(
         scaler.step(optimizer)
         scaler.update()
         states.append(observed(scaler))
-        active.append((scaler.neutral, len(scaler._controller.engine.active)))
+        active.append((scaler.neutral, len(engine_of(scaler).active)))
     weights = [p.detach().clone() for p in model.parameters()] if not shard else []
     scaler.close()
     return {"states": states, "active": active, "weights": weights, "skipped": scaler.skipped_steps}
@@ -449,7 +450,7 @@ def pipeline(rank, world, schedule, pins, half=False, steps=1):
         arguments = [x] if "0" in mine else []
         targets = {"target": x.flip(0)} if str(total - 1) in mine else {}
         plan.step(*arguments, **targets)
-        seen.append((scaler.neutral, len(scaler._controller.engine.active)))
+        seen.append((scaler.neutral, len(engine_of(scaler).active)))
         grads = [p.grad.clone() for p in mine.parameters()]
         if not pins:
             scaler.step(optimizer)
@@ -498,7 +499,7 @@ def disputes(rank, world):
         if odd and kind == "pin":
             scaler.pin({"layers.1": 3})
         elif odd and kind == "plan":
-            scaler._controller.engine.follow({"layers.0": 1, "layers.1": 0})
+            engine_of(scaler).follow({"layers.0": 1, "layers.1": 0})
         scaler.scale(outer(torch.ones(2, 8)).sum()).backward()
         said = message_of(lambda s=scaler, o=optimizer: s.step(o))
         moved = not same_tensors([p.detach() for p in model.parameters()], before)
@@ -535,8 +536,8 @@ def traffic(rank, world):
     outer = DistributedDataParallel(model)
     scaler = AdaptiveGradScaler(outer, "cpu", interval=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    counts, heeded, heed = [], [], scaler._controller.learn
-    scaler._controller.learn = lambda pending, *rest: (
+    counts, heeded, heed = [], [], controller_of(scaler).learn
+    controller_of(scaler).learn = lambda pending, *rest: (
         heeded.append(pending.probed),
         heed(pending, *rest),
     )[1]

@@ -212,10 +212,10 @@ def differ(found, expected):
 
 def break_factors(engine):
     """Doubles what every cut multiplies by and brings nothing back: the gradients must show it."""
-    for pools in engine._compiled.cuts._pools.values():
+    for pools in engine.watch.compiled.cuts._pools.values():
         for pool in pools:
             pool.write(dict.fromkeys(range(pool.used), (1, 0)))
-    engine._compiled.cuts.stale = True
+    engine.watch.compiled.cuts.stale = True
 
 
 def check_exact(model, call, seeds=(0, 1, 2), at_least=2, **kwargs):

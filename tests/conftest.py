@@ -19,6 +19,27 @@ with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
 
+def pytest_addoption(parser):
+    parser.addoption("--default-device", help="torch.set_default_device() in every test")
+
+
+@pytest.fixture(autouse=True)
+def _default_device(request, monkeypatch):
+    """Whatever is meant for the host must say so: here nothing else goes there."""
+    device = request.config.getoption("--default-device")
+    if device is not None:
+
+        class Generator(torch.Generator):
+            def __new__(cls, device=device):
+                return super().__new__(cls, device)
+
+        monkeypatch.setattr(torch, "Generator", Generator)
+        torch.set_default_device(device)
+    yield
+    if device is not None:
+        torch.set_default_device(None)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
@@ -36,3 +57,15 @@ def fresh_compiler():
     yield
     torch._dynamo.reset()
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def jax_device(request):
+    import jax
+
+    try:
+        device = jax.devices(request.param)[0]
+    except RuntimeError:
+        pytest.skip("no GPU that JAX can see")
+    with jax.default_device(device):
+        yield device

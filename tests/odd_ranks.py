@@ -8,6 +8,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from scaler_parts import engine_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,7 +103,7 @@ def odd_run(kind, rule, rank):
         loss_of(reference(x, **arguments), kind == "unused").backward()
         scaler.scale(loss_of(outer(x, **arguments), kind == "unused")).backward()
         seen["exact"].append(same_gradients(model, plain, scaler.get_scale()))
-        seen["active"].append(len(scaler._controller.engine.active))
+        seen["active"].append(len(engine_of(scaler).active))
         seen["neutral"].append(scaler.neutral)
         if kind == "eval" and odd:
             loss_of(model(x, twice=(0,), branch="right"))

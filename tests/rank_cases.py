@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from scaler_parts import agreement_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
@@ -136,7 +137,7 @@ def plain_parameters_imply_nobody() -> None:
     with counting() as sizes:
         scaler.step(sgd([weight]), max_norm=1.0)
         scaler.update()
-    assert scaler._agreement.ranks is None
+    assert agreement_of(scaler).ranks is None
     assert sizes == []
 
 
@@ -151,7 +152,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer, max_norm=max_norm)
             scaler.update()
-        assert scaler._agreement.ranks.size == 2
+        assert agreement_of(scaler).ranks.size == 2
         assert sizes == [2 * 11 * 8]
 
 
@@ -159,7 +160,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
 def a_ddp_wrapper_implies_its_group() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     scaler = scaler_of(model=model)
-    assert scaler._agreement.ranks.members == (0, 1)
+    assert agreement_of(scaler).ranks.members == (0, 1)
     optimizer = sgd(list(model.parameters()))
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     if on_first(1):
@@ -193,7 +194,7 @@ def a_slice_of_a_mesh_implies_the_whole_mesh() -> None:
         scaler.step(sgd([weight]))
         scaler.update()
     assert len(sizes) == 1
-    assert scaler._agreement.ranks.members == (0, 1, 2, 3)
+    assert agreement_of(scaler).ranks.members == (0, 1, 2, 3)
     assert scaler.get_scale() == 4.0
 
 
@@ -207,7 +208,7 @@ def a_mesh_of_a_part_of_the_job_is_reduced_along_its_dimensions() -> None:
         weight.grad[0] = math.nan  # type: ignore[index]
     scaler.step(sgd([weight]), max_norm=math.inf)
     scaler.update()
-    assert len(scaler._agreement.ranks.groups) == 2
+    assert len(agreement_of(scaler).ranks.groups) == 2
     assert everyone(scaler.get_scale()) == [4.0, 4.0, 8.0, 8.0]
 
 
@@ -389,7 +390,7 @@ class Planned:
 @case(2)
 def plans_that_differ() -> None:
     scaler = scaler_of(process_group=dist.group.WORLD)
-    scaler._agreement.addition = Planned()
+    agreement_of(scaler).addition = Planned()
     disputed(scaler, "plan", "8 on rank 1")
 
 

@@ -13,6 +13,12 @@ from gradlift.torch import GradScaler
 INF, NAN = math.inf, math.nan
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
+BROKEN_BY_HAND = pytest.mark.filterwarnings(
+    "ignore:gradlift. (an input|a tensor that the step did not make) already holds:RuntimeWarning",
+    r"ignore:gradlift. .*\w+ in the code outside of all modules made:RuntimeWarning",
+)
+"""For tests that break step after step, outside of all modules: what is then said of it, once."""
+
 
 def parameter(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values, dtype=dtype))

@@ -35,8 +35,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from soak_cases import CHECKS, KINDS, Case, draw, simpler
 
-LIMIT = 90
-"""Seconds after which an attempt hangs."""
+LIMIT = 240
+"""Seconds after which an attempt hangs: more than ranks wait for each other."""
 SHRINK = 180
 """Seconds that a failure is shrunk for."""
 

@@ -22,8 +22,10 @@ from gradlift import Dynamic, Static
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 WIDTH, ROWS, OUT = 6, 4, 3
-TIMEOUT = timedelta(seconds=12)
-"""After which a rank that waits for another gives up."""
+TIMEOUT = timedelta(seconds=90)
+"""After which a rank that waits for another gives up: long, since the machine may be a busy one."""
+SHORT = timedelta(seconds=12)
+"""The same where another is going to hang."""
 
 
 class Net(nn.Module):
@@ -83,14 +85,14 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def join_world(case: Case, rank: int, world: int, port: int) -> None:
+def join_world(case: Case, rank: int, world: int, port: int, hangs: bool) -> None:
     """As torchrun would have it, so that trainers find their ranks."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "soak"}
     places |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     os.environ.update({key: str(value) for key, value in places.items()})
     backend = "gloo" if case.device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    dist.init_process_group(backend, timeout=SHORT if hangs else TIMEOUT)
 
 
 class Loop:
@@ -112,6 +114,15 @@ class Loop:
             fully_shard(model)
         self.optimizer = optimizer_of(case.optimizer, model.parameters())
         self.scaler = scaler_of(case, self.outer, dist.group.WORLD if self.world > 1 else None)
+
+    def warm_up(self) -> None:
+        """A backward pass that no step follows. DDP orders its buckets after the first one, the
+        sums of three ranks depend on that order, and so would a resumed run's first step."""
+        for module in self.outer.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                x, y = batch(self.case, 0, 0, self.rank)
+                (module(x).float() - y).square().mean().backward()
+        self.zero_grad()
 
     @property
     def parts(self) -> tuple[Any, ...]:

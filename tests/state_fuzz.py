@@ -2,10 +2,10 @@
 
     python tests/state_fuzz.py 20000 [SEED]
 
-prints how many were accepted and refused. A damaged state may be accepted only if it is truly
-valid. What that means is written here a second time, apart from the package's own checks: types and
-ranges of each entry, and that the scaler, three steps later, still has a finite scale and a state
-that loads back to itself."""
+prints for each class how many were refused in words, accepted and valid, or wrong. A damaged state
+may be accepted only if it is truly valid. What that means is written here a second time, apart from
+the package's own checks: types and ranges of each entry, and that the scaler, three steps later,
+still has a finite scale and a state that loads back to itself."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import warnings
 from typing import Any
 
 import torch
+from scaler_parts import agreement_of, controller_of, engine_of, pilot_of
 from torch import nn
 
 from gradlift import Dynamic
@@ -27,7 +28,7 @@ from gradlift.plan.pilot import Pilot, Record, Survey
 from gradlift.plan.plan import Plan
 from gradlift.plan.potential import Component, Cut, Graph
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights
-from gradlift.torch.adaptive.model_identity import identity
+from gradlift.torch.model_identity import identity
 
 KEY = "gradlift_adaptive"
 
@@ -74,7 +75,12 @@ class Scaler:
 
     def everything(self, made: Any) -> Any:
         scaler = made[0]
-        return scaler.state_dict(), repr(scaler.policy), scaler._init_scale, scaler._agreement.loads
+        return (
+            scaler.state_dict(),
+            repr(scaler.policy),
+            scaler._init_scale,
+            agreement_of(scaler).loads,
+        )
 
     def is_valid(self, state: Any) -> bool:
         return valid_scaler(state)
@@ -115,19 +121,19 @@ class Adaptive(Scaler):
         made[0].load_state_dict(state)
 
     def everything(self, made: Any) -> Any:
-        scaler, engine = made[0], made[0]._controller.engine
+        scaler, engine = made[0], engine_of(made[0])
         held = (
-            scaler._controller.step_number,
+            controller_of(scaler).step_number,
             engine.pins,
             engine.offsets,
             engine.probing,
-            engine.wide,
+            engine.probes.wide,
         )
         return (
             *super().everything(made),
             held,
-            scaler._controller.pilot.to_dict(),
-            len(scaler._controller.pending),
+            pilot_of(scaler).to_dict(),
+            len(controller_of(scaler).pending),
         )
 
     def is_valid(self, state: Any) -> bool:
@@ -216,7 +222,7 @@ class Piloting:
         return again.to_dict() == made.to_dict()
 
 
-class Planned:
+class PlannedComponent:
     """A ``Plan``, which is made anew and has nothing to change."""
 
     def fresh(self) -> Any:
@@ -245,7 +251,7 @@ TARGETS: dict[str, Any] = {
     "AdaptiveGradScaler, the paper's rule": Paper(),
     "MasterWeights": Masters(),
     "Pilot": Piloting(),
-    "Plan": Planned(),
+    "Plan": PlannedComponent(),
 }
 
 
@@ -298,7 +304,7 @@ def valid_scaler(state: Any) -> bool:
         return False
     own = state.get("gradlift")
     if isinstance(own, dict):
-        own = {"steps": 0, "mended": "{}", **own}  # as states of old
+        own = {"steps": 0, "mended": "{}", "growth_delay": 0, **own}  # as states of old
     rest = {k: v for k, v in state.items() if k != "gradlift"}
     if "gradlift" in state and not (
         is_dict(
@@ -313,6 +319,7 @@ def valid_scaler(state: Any) -> bool:
             scheduler_flags=lambda v: is_list(v, lambda row: is_list(row, is_flag, 8)),
             steps=lambda v: is_whole(v, 0, 2**30),
             mended=is_mended,
+            growth_delay=lambda v: is_whole(v, 0, 2**31 - 1),
         )
         and own["min_scale"] <= own["max_scale"]
         and own["hysteresis_tracker"] <= own["hysteresis"]
@@ -691,6 +698,11 @@ ODD = [
 ]  # fmt: skip
 
 
+def odd(random_: random.Random) -> Any:
+    """One of ``ODD``; a copy, since what is put into a state may be damaged in its turn."""
+    return copy.deepcopy(random_.choice(ODD))
+
+
 def damaged(state: Any, random_: random.Random) -> Any:
     """A copy with one to three things wrong, or perhaps not."""
     state = copy.deepcopy(state)
@@ -698,7 +710,7 @@ def damaged(state: Any, random_: random.Random) -> Any:
         path = random_.choice(paths(state))
         if not path:
             if random_.random() < 0.05:
-                return random_.choice(ODD)
+                return odd(random_)
             continue
         holder, key = at(state, path[:-1]), path[-1]
         if isinstance(holder, tuple):
@@ -719,11 +731,11 @@ def _spoil(holder: Any, key: Any, random_: random.Random) -> None:
     elif kind == 1 and isinstance(holder, dict):
         del holder[key]
     elif kind == 2 and isinstance(holder, dict):
-        holder[random_.choice(("extra", 3, "scale", "version"))] = random_.choice(ODD)
+        holder[random_.choice(("extra", 3, "scale", "version"))] = odd(random_)
     elif kind == 3 and isinstance(value, (list, dict)):
         _cut_or_repeat(holder, key, value, random_)
     else:
-        holder[key] = copy.deepcopy(random_.choice(ODD))
+        holder[key] = odd(random_)
 
 
 def _cut_or_repeat(holder: Any, key: Any, value: Any, random_: random.Random) -> None:
@@ -813,7 +825,10 @@ def outcomes(count: int, seed: int) -> tuple[collections.Counter, list[str]]:
 if __name__ == "__main__":
     amount = int(sys.argv[1]) if len(sys.argv) > 1 else 20000
     table, faults = outcomes(amount, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    for (name, outcome), number in sorted(table.items()):
-        print(f"{name:40} {outcome:40} {number}")
+    print(f"{'class':40} {'refused in words':>16} {'accepted, valid':>16} {'wrong':>6}")
+    for name in TARGETS:
+        refused, accepted = table[name, "refused"], table[name, "accepted"]
+        wrong = sum(n for (of, _), n in table.items() if of == name) - refused - accepted
+        print(f"{name:40} {refused:16} {accepted:16} {wrong:6}")
     print("\n".join(fault[:1500] for fault in faults[:20]))
     sys.exit(bool(faults))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scaler_parts import engine_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -154,7 +155,7 @@ def test_timed_blocks_have_no_probe_and_probed_blocks_have_one():
     trainer = adaptive_overhead.build_trainer(build_gpt(GPT_TINY, CPU), "adaptive")
     batches = random_batches(GPT_TINY, 2, 2, CPU)
     adaptive_overhead.settle({"adaptive": trainer}, batches, CPU)
-    taken, engine = [], trainer.adaptive._controller.engine
+    taken, engine = [], engine_of(trainer.adaptive)
     take = engine.take
     engine.take = lambda: taken.append(take()) or taken[-1]
     for _ in range(adaptive_overhead.DEFAULT_INTERVAL + 10):

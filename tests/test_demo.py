@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,3 +149,43 @@ def test_the_command_prints_json(tmp_path: Path, capsys):
     assert cli.main(["demo", "--steps", "2", "--out", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [r["way"] for r in told["results"]] == list(demo.WAYS) * 2
+
+
+def test_what_was_warned_of_is_told_with_the_table_and_what_others_warn_of_goes_on(monkeypatch):
+    def train(task, way, data, **options):
+        if way == "static":
+            warnings.warn("gradlift: it broke", RuntimeWarning, stacklevel=1)
+            warnings.warn("gradlift: it broke", RuntimeWarning, stacklevel=1)
+            warnings.warn("theirs", UserWarning, stacklevel=1)
+        return demo.Result(task.name, way, 1.0, 0.1, 0, 0.0, 1.0)
+
+    monkeypatch.setattr(demo, "train", train)
+    with pytest.warns(UserWarning, match="theirs") as told:
+        results = demo.compare(demo.SIGMOID)
+    assert len(told) == 1
+    assert {r.way: r.warned for r in results if r.warned} == {"static": ("gradlift: it broke",)}
+    assert demo._warnings(results) == ["fp16, static: gradlift: it broke"]
+
+
+ACCURACIES = (0.3, 0.21, 0.2, 0.1, 0.16, 0.3)
+
+
+def test_the_legend_says_when_a_run_has_learned(monkeypatch, tmp_path, capsys):
+    def results(*given):
+        return [demo.Result(t.name, w, 1.0, a, 0, 0.0, 1.0) for t in demo.TASKS
+                for w, a in zip(demo.WAYS, ACCURACIES, strict=True)]  # fmt: skip
+
+    monkeypatch.setattr(demo, "_with_progress", results)
+    monkeypatch.setattr(demo, "_recorded", lambda *given: [])
+    monkeypatch.setattr(demo.report, "write", lambda runs: b"")
+    demo.show(tmp_path)
+    text = capsys.readouterr().out
+    assert "and above 20%, twice chance" in " ".join(text.split())
+    assert [demo.learned(r, results()) for r in results()[:6]] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -59,6 +60,45 @@ def test_the_blocks_of_a_page_run_as_printed(page: str):
         timeout=600,
     )
     assert result.returncode == 0, result.stderr
+    said = without_numbers(result.stdout + result.stderr)
+    for block in blocks(PAGES[page]):
+        if block.language == "text" and not block.code.startswith("$ "):
+            for part in without_numbers(block.code).split(" ..."):
+                assert part in said, (page, block.line)
+
+
+def without_numbers(text: str) -> str:
+    """What is printed, as one line; numbers may differ in their last digits from CPU to CPU."""
+    return re.sub(r"\d[\w.,+-]*", "#", " ".join(text.split()))
+
+
+def test_the_notebook_is_what_its_page_runs_to(tmp_path: Path):
+    page = tmp_path / "tutorial-nan.md"
+    page.write_text(PAGES["docs/tutorial-nan.md"])
+    subprocess.run(
+        [sys.executable, str(DOCS / "make_notebook.py"), str(page)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=600,
+    )
+    made, kept = (
+        json.loads((folder / "tutorial-nan.ipynb").read_text())["cells"]
+        for folder in (tmp_path, DOCS)
+    )
+    python = [b.code.strip() for b in blocks(page.read_text()) if b.language == "python"]
+    assert [code for code in map(source_of, kept) if code in python] == python
+    assert list(map(source_of, kept)) == list(map(source_of, made))
+    assert list(map(said_by, kept)) == list(map(said_by, made))
+    assert any("image/png" in o.get("data", {}) for cell in kept for o in cell.get("outputs", ()))
+
+
+def source_of(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def said_by(cell: dict) -> str:
+    """What a cell of a notebook printed."""
+    return without_numbers("".join("".join(o.get("text", ())) for o in cell.get("outputs", ())))
 
 
 def test_a_block_that_fails_fails_at_its_line(tmp_path: Path):
@@ -160,6 +200,14 @@ def test_every_public_name_is_in_the_reference(package: str):
 def test_the_version_of_python_is_the_package_s():
     wanted = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
     assert f"Python {wanted} or newer" in PAGES["README.md"]
+
+
+def test_every_picture_is_made_by_the_script_and_shown():
+    script = (DOCS / "pictures.py").read_text()
+    made = set(re.search(r"for made in \((.*?)\)", script)[1].split(", "))
+    assert {picture.stem for picture in (DOCS / "pictures").iterdir()} == made
+    for name in made:
+        assert any(f"](pictures/{name}.png)" in text for text in PAGES.values()), name
 
 
 def test_every_page_is_in_the_site():

@@ -95,7 +95,7 @@ def test_growing_gradients_skip_no_step_where_a_dynamic_scale_skips_many():
     assert dynamic.skipped_steps > 5
 
 
-def test_every_layer_has_its_gradient():
+def test_every_layer_has_its_gradient(jax_device):
     scaler = gl.adaptive(loss_fn)
     state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 12, lambda _: 1.0)
     out = scaler(state, PARAMS, X, 1.0)[1]

@@ -465,7 +465,7 @@ def errors(grads, true):
     return np.asarray(difference / jnp.linalg.norm(true[0] * lift, axis=(1, 2)))
 
 
-def test_scanned_layers_lose_nothing_where_one_scale_must():
+def test_scanned_layers_lose_nothing_where_one_scale_must(jax_device):
     params, x = deep_params(), jnp.asarray(np.random.default_rng(1).normal(size=(16, WIDTH)))
 
     def fun(params, x):

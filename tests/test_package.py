@@ -1,5 +1,7 @@
 """What a user gets from an install: no framework pulled in, types, clear errors."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +51,28 @@ def test_the_package_is_typed():
     assert resources.files("gradlift").joinpath("py.typed").is_file()
 
 
+def test_on_pypi_every_link_of_the_readme_is_absolute(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("README.md", "pyproject.toml", "setup.py", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = (
+        "from setuptools import build_meta; "
+        f"build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    )
+    home = "https://example.org/us/gradlift"
+    environment = {**os.environ, "GRADLIFT_URL": home}
+    subprocess.run(
+        [sys.executable, "-c", build], cwd=source, env=environment, capture_output=True, check=True
+    )
+    text = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
+    assert f"Project-URL: Repository, {home}" in text
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) > 20
+    assert all(target.startswith(f"{home}/") for target in targets)
+    assert f"({home}/raw/main/docs/adaptive.svg)" in text
+
+
 def test_the_sdist_holds_all_that_its_tests_and_pages_need(tmp_path):
     source = tmp_path / "source"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site")
@@ -61,4 +85,4 @@ def test_the_sdist_holds_all_that_its_tests_and_pages_need(tmp_path):
         for file in (ROOT / folder).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
                 assert str(file.relative_to(ROOT)) in held
-    assert {"Makefile", "mkdocs.yml", "requirements-demo.txt", "CHANGELOG.md"} <= held
+    assert {"Makefile", "mkdocs.yml", "requirements-demo.txt", "CHANGELOG.md", "setup.py"} <= held

@@ -3,7 +3,7 @@
 import pytest
 
 from gradlift.formats import get
-from gradlift.plan.bounds import LOWEST_OCTAVE, ONLY_ZEROS, Bounds, find_bounds
+from gradlift.plan.bounds import Bounds, OutOfSight, find_bounds
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.potential import MAX_EXPONENT, Interval
 
@@ -24,7 +24,7 @@ BULK = {-16: 1000, -18: 500, -20: 250}
 
 def test_zeros_below_magnitude_that_ends_at_the_floor_may_have_been_flushed():
     found = look({**BULK, -24: 800}, zeros=4)
-    assert found.unseen == LOWEST_OCTAVE
+    assert found.out_of_sight is OutOfSight.LOWEST_OCTAVE
     assert found.usable.low >= 1
     assert found.helps(found.usable.low)
     assert found.interval.low == 0, "what was measured"
@@ -41,12 +41,12 @@ def test_zeros_below_magnitude_that_ends_at_the_floor_may_have_been_flushed():
     ids=["no zeros", "hardly any tail", "a ReLU's zeros", "no tail at all"],
 )
 def test_zeros_below_which_there_is_no_magnitude_are_zeros(counts, zeros):
-    assert look(counts, zeros).unseen == ""
+    assert look(counts, zeros).out_of_sight is None
 
 
 def test_nothing_but_zeros_asks_for_nothing_and_helps_only_higher_up():
     found = look({}, zeros=100, exponent=8)
-    assert found.unseen == ONLY_ZEROS
+    assert found.out_of_sight is OutOfSight.ONLY_ZEROS
     assert found.usable == Interval(-24, MAX_EXPONENT)
     assert not found.helps(10)
     assert found.helps(11)

@@ -95,19 +95,19 @@ def test_a_probe_of_an_easy_batch_does_not_forget_the_hard_ones():
 def test_an_overflow_lowers_the_exponent_and_asks_for_a_probe():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, NEAR))
-    assert it.next_probe > 6
+    assert it.schedule.next_probe > 6
     assert it.saw(record(3, 14, amax=None, overflow=True), 5) <= 0
     assert it.plan.global_exponent <= 14 - it.backoff
-    assert it.next_probe == 6
+    assert it.schedule.next_probe == 6
 
 
 def test_a_bad_loss_asks_for_nothing():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, NEAR))
-    plan, due = it.plan, it.next_probe
+    plan, due = it.plan, it.schedule.next_probe
     bad = record(3, plan.global_exponent, None, True, True)
     assert it.saw(bad, 5, survey(NEAR, FAR)) == 0
-    assert (it.plan, it.next_probe) == (plan, due)
+    assert (it.plan, it.schedule.next_probe) == (plan, due)
 
 
 def zeros(exponent):
@@ -118,24 +118,24 @@ def test_a_part_that_shows_only_zeros_is_looked_for_no_higher_than_its_neighbour
     it, exponent = pilot(), 8
     exponent += it.saw(record(0, exponent), 2, survey(NEAR, zeros(8)))
     assert it.plan.one_exponent_serves
-    assert it.next_probe == 3, "the neighbour has taken it higher"
+    assert it.schedule.next_probe == 3, "the neighbour has taken it higher"
     exponent += it.saw(record(3, exponent), 5, survey(NEAR, zeros(exponent)))
     assert it.plan.one_exponent_serves
-    assert it.next_probe == 5 + 8
+    assert it.schedule.next_probe == 5 + 8
 
 
 def test_with_nothing_in_sight_the_scale_rises_to_torchs_first_and_waits_there():
     it, exponent, step, seen = pilot(), 8, 0, []
     for _ in range(6):
         exponent += it.saw(record(step, exponent, None), step, survey(zeros(exponent), None))
-        seen.append((exponent, it.next_probe - step))
-        step = it.next_probe
+        seen.append((exponent, it.schedule.next_probe - step))
+        step = it.schedule.next_probe
     assert seen[:3] == [(16, 1), (16, 8), (16, 9)]
     assert exponent == 16
     assert it.plan is None
     # Something stirs.
     assert it.saw(record(step - 9, exponent, -20), step - 7) == 0
-    assert it.next_probe == step - 6
+    assert it.schedule.next_probe == step - 6
 
 
 def test_probes_follow_each_other_while_something_is_out_of_sight_but_not_for_ever():
@@ -147,8 +147,8 @@ def test_probes_follow_each_other_while_something_is_out_of_sight_but_not_for_ev
         seen = survey(beyond, beyond)
         exponent += it.saw(record(step, exponent, None, True), step, seen) - it.backoff
         exponent = max(exponent, -24)
-        probes.append(it.next_probe - step)
-        step = it.next_probe
+        probes.append(it.schedule.next_probe - step)
+        step = it.schedule.next_probe
     assert probes[0] == 1
     assert probes[-1] > 100
 
@@ -157,8 +157,8 @@ def test_early_probes_come_more_often():
     it, step, waits = pilot(interval=100), 0, []
     while step < 600:
         it.saw(record(step, 8), step + 2, survey(NEAR, NEAR))
-        waits.append(it.next_probe - step - 2)
-        step = it.next_probe
+        waits.append(it.schedule.next_probe - step - 2)
+        step = it.schedule.next_probe
     assert waits[0] == 8
     assert waits == sorted(waits)
     assert waits[-1] == 100
@@ -180,7 +180,7 @@ def test_blind_it_follows_torchs_rule():
     exponent += it.saw(record(0, exponent), 0, nothing)
     assert exponent == 16
     assert it.blind
-    assert it.next_probe == 8
+    assert it.schedule.next_probe == 8
     for step in range(1, 4500):
         overflow = step in (3, 4)
         exponent -= 4 * overflow
@@ -264,7 +264,7 @@ def test_an_overflow_is_met_where_the_parameters_show_it_first():
     assert shift == it.backoff, "the rest returns to where it was"
     assert it.plan.exponents[2] < far
     assert it.plan.exponents[:2] == (exponent, exponent)
-    assert it.next_probe == 6
+    assert it.schedule.next_probe == 6
     it = pilot()
     it.saw(record(0, 8), 2, looked)
     shift = it.saw(overflow, 5, overflowed=["b.weight", "a.weight"])
@@ -328,7 +328,7 @@ def test_in_8_bits_early_probes_come_after_a_quarter_of_the_steps():
     waits = []
     for now in (0, 8, 40, 400, 4000):
         it.saw(record(now, 8), now, survey(NEAR, NEAR))
-        waits.append(it.next_probe - now)
+        waits.append(it.schedule.next_probe - now)
     assert waits == [3, 3, 10, 100, 200]
 
 
@@ -340,7 +340,7 @@ def test_two_overflows_above_the_loss_scale_alone_drop_the_exponents_until_a_cle
     exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
     assert it.offsets["a"] > 20
     assert it.saw(record(5, exponent, None, True), 7, overflowed=["a.weight"]) == it.backoff
-    assert it.next_probe == 8, "one may happen"
+    assert it.schedule.next_probe == 8, "one may happen"
     it.saw(record(8, exponent), 8, survey(NEAR, FAR))
     assert it.offsets["a"] > 20
     shift = it.saw(record(60, exponent, None, True), 62, overflowed=["a.weight"])
@@ -348,7 +348,7 @@ def test_two_overflows_above_the_loss_scale_alone_drop_the_exponents_until_a_cle
     assert it.offsets == {"a": 0}
     (said,) = [reason for reason in it.plan.reasons if "alone, overflowed" in reason]
     assert "in steps 5 and 60; one exponent for all until a probe is clean" in said
-    assert it.next_probe == 62 + 62, "no hurry"
+    assert it.schedule.next_probe == 62 + 62, "no hurry"
     saved = json.loads(json.dumps(it.to_dict()))
     it = pilot()
     it.load(saved)
@@ -363,7 +363,7 @@ def test_overflows_far_apart_or_in_the_losss_own_part_do_not_count(second, name)
     exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
     for step in (5, second):
         it.saw(record(step, exponent, None, True), step, overflowed=[name])
-        assert it.next_probe == step + 1
+        assert it.schedule.next_probe == step + 1
         it.saw(record(step + 1, exponent), step + 1, survey(NEAR, FAR))
         exponent = it.plan.global_exponent
         assert it.offsets["a"] > 20
@@ -376,7 +376,7 @@ def test_how_far_a_probed_batch_jumped_is_believed_when_a_second_one_does():
     jumped = survey(*far_too_large)
     it.saw(record(9, exponent, None, True), 9, jumped)
     assert exponent - 8 <= it.plan.global_exponent < exponent
-    assert it.next_probe == 10
+    assert it.schedule.next_probe == 10
     exponent = it.plan.global_exponent
     it.saw(record(10, exponent, None, True), 10, jumped)
     assert it.plan.global_exponent <= 15 - 32
@@ -386,8 +386,8 @@ def test_graphs_that_come_unplanned_again_and_again_are_probed_for_less_and_less
     it, probes = pilot(), []
     it.saw(record(0, 8), 0, survey(NEAR, FAR))
     for step in range(1, 1000):
-        it.met_unplanned(step)
-        if step >= it.next_probe:
+        it.schedule.met_unplanned(step)
+        if step >= it.schedule.next_probe:
             probes.append(step)
             it.saw(record(step, it.plan.global_exponent), step, survey(NEAR, FAR))
     waits = [later - earlier for earlier, later in pairwise(probes)]
@@ -396,9 +396,9 @@ def test_graphs_that_come_unplanned_again_and_again_are_probed_for_less_and_less
     assert waits[-1] > 100
     # A change after a long time is looked at at once.
     last = probes[-1]
-    it.next_probe = last + 2000
-    it.met_unplanned(last + 500)
-    assert it.next_probe == last + 500
+    it.schedule.next_probe = last + 2000
+    it.schedule.met_unplanned(last + 500)
+    assert it.schedule.next_probe == last + 500
 
 
 def with_parameters(near, far):
@@ -413,12 +413,12 @@ def test_the_parts_above_the_loss_scale_are_followed_between_probes():
     above = it.offsets["a"]
     assert it.parameter_offsets == {"a.weight": above}
     largest = max(-5, above - 48)
-    next_probe = it.next_probe
+    next_probe = it.schedule.next_probe
     assert it.saw(record(1, exponent, amax=largest), 1) == 0
-    assert it.next_probe == next_probe
+    assert it.schedule.next_probe == next_probe
     grown = largest + it.plan.room + 2
     assert it.saw(record(2, exponent, amax=grown), 2) == -2
-    assert it.next_probe == 3, "perhaps it is one part alone"
+    assert it.schedule.next_probe == 3, "perhaps it is one part alone"
 
 
 def test_what_was_seen_at_other_offsets_is_told_apart():

@@ -1,6 +1,7 @@
 """The rule, in plain Python."""
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -108,6 +109,8 @@ def test_an_interval_shortened_in_mid_run_still_grows():
         ("growth_interval", -3),
         ("growth_interval", 2.5),
         ("growth_interval", 2**31),
+        ("growth_delay", -1),
+        ("growth_delay", True),
         ("hysteresis", 0),
         ("hysteresis", False),
         ("consecutive_hysteresis", 1),
@@ -160,10 +163,11 @@ def test_a_preset_has_its_systems_numbers(name):
 def replay(system, trace):
     """One overflow trace through each system's rule, as its documentation states it."""
     init, interval, hysteresis, floor, ceiling, _ = PRESETS[system]
-    scale, clean, left, scales = init, 0, hysteresis, []
+    first = -1 if system == "deepspeed" else 0
+    scale, clean, left, scales = init, first, hysteresis, []
     for found_inf in trace:
         if found_inf:
-            clean, left = 0, max(left - 1, 0)
+            clean, left = first, max(left - 1, 0)
             if left == 0:
                 scale = max(scale / 2, floor)
         else:
@@ -188,6 +192,33 @@ def test_deepspeed_without_zero_knows_no_hysteresis_and_holds_the_floor():
     assert preset == Dynamic.deepspeed(hysteresis=1, on_floor="hold")
     assert run(preset, [1] * 20)[:2] == [2.0**15, 2.0**14]
     assert run(preset, [1] * 20)[-1] == 1.0
+
+
+def deepspeeds_scales(window, hysteresis, consecutive, trace):
+    """Its own arithmetic, over the iterations since the last overflow."""
+    scale, last, left, scales = 2.0**16, -1, hysteresis, []
+    for step, overflow in enumerate(trace):
+        stable = step - last - 1
+        if overflow:
+            last = step
+            scale, left = (max(scale / 2, 1.0), 1) if left == 1 else (scale, left - 1)
+        else:
+            grows = stable > 0 and stable % window == 0
+            left = hysteresis if consecutive or grows else left
+            scale *= 1 + grows
+        scales.append(scale)
+    return scales
+
+
+def test_deepspeeds_clean_runs_start_one_step_later():
+    draw = random.Random(0)
+    for _ in range(400):
+        window, hysteresis = draw.randint(1, 6), draw.randint(1, 3)
+        consecutive = draw.random() < 0.5
+        trace = [draw.random() < 0.2 for _ in range(60)]
+        numbers = {"hysteresis": hysteresis, "consecutive_hysteresis": consecutive}
+        policy = Dynamic.deepspeed(growth_interval=window, **numbers)
+        assert run(policy, trace) == deepspeeds_scales(window, hysteresis, consecutive, trace)
 
 
 def test_fairseqs_window_shrinks_with_the_workers():

@@ -69,7 +69,10 @@ def test_a_summary_counts_what_the_records_say():
     assert sum(count for _, count in summary.causes) == summary.skipped
     assert summary.probes == 4
     assert [m.name for m in summary.modules] == [f"layers.{i}" for i in range(12)]
-    assert summary.modules[0].lost == pytest.approx(0.5), "0.1 are zeros that were always there"
+    # 0.1 are zeros that were always there; 0.5 were below 2^-33 each, and of the 0.4 that are left
+    # a tenth was above 2^-28.
+    gone, kept = 0.5 * 2**-33, 0.04 * 2**-28
+    assert summary.modules[0].lost == pytest.approx(gone / (gone + kept))
     assert summary.modules[0].lost_last == 0
     assert summary.changes[0][0] == 200
     assert summary.best_exponent == 15 - 1 - max(m.last.high for m in summary.modules)
@@ -78,7 +81,8 @@ def test_a_summary_counts_what_the_records_say():
 def test_zeros_of_a_gradient_that_lies_well_within_sight_are_its_own():
     near, far = (ModuleRecord("m", 8, 0.4, 0.0, 0.0, low, -9, -9, -9, -8) for low in (-32, -20))
     few = ModuleRecord("m", 8, 0.1, 0.0, 0.0, -32, -9, -9, -9, -8)
-    for last, lost in ((near, 0.3), (far, 0.0)):
+    gone, kept = 0.3 * 2**-33, 0.06 * 2**-9
+    for last, lost in ((near, gone / (gone + kept)), (far, 0.0)):
         run = Run("x", (StepRecord(0, 1.0, modules=(few,)), StepRecord(1, 1.0, modules=(last,))))
         assert summarize(run).modules[0].lost_last == pytest.approx(lost)
 

@@ -114,3 +114,38 @@ def test_only_skips_at_the_very_end_are_stuck():
 def test_every_cause_has_words(cause: str | None):
     bad = [StepRecord(i, 8.0, True, cause, skips=i + 1) for i in range(20)]
     assert "because" in told(*bad)[1]
+
+
+def test_small_elements_that_were_lost_from_a_large_gradient_are_no_alarm():
+    few = replace(KEPT, flushed=0.0)
+    many = replace(KEPT, flushed=0.3, low=-32)
+    level, text = told(StepRecord(0, 256.0, modules=(few,)), StepRecord(9, 256.0, modules=(many,)))
+    assert level == "good"
+    assert "One scale serves" in text
+
+
+def test_a_layer_that_no_probe_saw_a_gradient_of_starves():
+    head = replace(KEPT, name="head")
+    records = [StepRecord(step, 256.0, modules=(DEAD, head)) for step in (0, 9)]
+    level, text = told(*records)
+    assert level == "fair"
+    assert "No probe saw a gradient in layers.0: it is zero, or below what float16 can hold" in text
+    level, text = told(StepRecord(0, 256.0, modules=(DEAD,)))
+    assert (level, "The probes saw nothing but zeros." in text) == ("fair", True)
+
+
+def test_many_skips_name_the_place():
+    storm = [
+        StepRecord(step, 8.0, step % 4 == 0, "inf" if step % 4 == 0 else None, skips=1 + step // 4,
+                   where="norm.weight" if step % 4 == 0 else None)
+        for step in range(40)
+    ]  # fmt: skip
+    assert "The gradient that showed it first, mostly: norm.weight." in told(*storm)[1]
+    storm[8] = replace(storm[8], first_bad="rsqrt in norm made 1 inf")
+    assert "First bad tensor, when it was last looked for: rsqrt in norm made 1" in told(*storm)[1]
+
+
+def test_the_loss_is_told_where_it_is_known():
+    records = [StepRecord(step, 8.0, loss=2.0 if step < 20 else 0.5) for step in range(40)]
+    assert "The loss went from 2 to 0.5." in told(*records)[1]
+    assert "The loss" not in told(*clean(40))[1]

@@ -127,13 +127,14 @@ def test_a_state_is_damaged_in_one_place():
     from soak_rank import canonical, damaged, difference
 
     inner = json.dumps({"plan": [1, 2, {"low": 3}], "step": 4})
-    state = {"scale": 8.0, "gradlift": {"version": 1, "counts": [1, 2]}, "own": inner}
+    own = {"version": 1, "counts": [1, 2], "mended": "{}"}
+    state = {"scale": 8.0, "gradlift": own, "own": inner}
     kept = json.dumps(state)
     seen = {str(damaged(state, random.Random(seed))) for seed in range(400)}
     assert len(seen) > 60
     assert json.dumps(state) == kept
     assert difference(canonical(state), canonical(json.loads(kept))) == ""
-    other = {**state, "gradlift": {"version": 1, "counts": [1, 3]}}
+    other = {**state, "gradlift": {**own, "counts": [1, 3]}}
     assert difference(state, other) == "state.gradlift.counts[1]: 2 -> 3"
 
 
@@ -176,6 +177,17 @@ def sabotaged(how, case):
     return done.stdout
 
 
+ON_THREE = Case(
+    1,
+    ranks=3,
+    layout="ddp",
+    optimizer="momentum",
+    micros=2,
+    save_every=6,
+    faults=(Fault(11, "kill", 0, 0),),
+)
+
+
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -214,6 +226,12 @@ def sabotaged(how, case):
             "files leak: ",
         ),
         (
+            # DDP's own doing, see there.
+            "soak_training.Loop.warm_up = lambda self: None",
+            ON_THREE,
+            "a resumed run differs",
+        ),
+        (
             "load = soak_training.Loop.load\n"
             "soak_training.Loop.load = lambda self, path: [load(self, path),"
             " self.scaler.load_state_dict({**self.scaler.state_dict(), 'scale': 2.0})]",
@@ -221,10 +239,32 @@ def sabotaged(how, case):
             "a resumed run differs",
         ),
     ],
-    ids=["ranks apart", "scaled gradients", "error", "tensors", "files", "resume"],
+    ids=["ranks apart", "scaled gradients", "error", "tensors", "files", "buckets", "resume"],
 )
 def test_what_is_broken_is_seen(how, case, said):
     assert said in sabotaged(how, case)
+
+
+# The second time the dropped batch ends with an update, as the docs say.
+WITHOUT_A_LOSS = Case(
+    1,
+    ranks=2,
+    faults=(
+        Fault(2, "dropped", 0, 0),
+        Fault(3, "missing", 1, 0),
+        Fault(5, "dropped", 0, 1),
+        Fault(6, "missing", 1, 0),
+    ),
+)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [ON_THREE, WITHOUT_A_LOSS], ids=["buckets", "after a drop"])
+def test_what_failed_once_holds(tmp_path, case):
+    (tmp_path / "case.json").write_text(case.to_json())
+    done = python(HERE / "soak.py", "--case", tmp_path / "case.json")
+    assert done.stdout.endswith("held\n"), done.stdout + done.stderr
 
 
 @needs_gloo

@@ -9,10 +9,11 @@ import warnings
 
 import pytest
 import torch
+from scaler_parts import pilot_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive.model_identity import identity, is_same
+from gradlift.torch.model_identity import identity, is_same
 
 KEY = "gradlift_adaptive"
 
@@ -163,4 +164,4 @@ def test_a_shorter_interval_brings_the_next_probe_nearer():
     own["pilot"]["next_probe"] = 10**6
     scaler = AdaptiveGradScaler(network(), "cpu", interval=5)
     scaler.load_state_dict({**state, KEY: json.dumps(own)})
-    assert scaler._controller.pilot.next_probe == 12 + 5
+    assert pilot_of(scaler).schedule.next_probe == 12 + 5

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from cuts_harness import only_looks
+from scaler_parts import controller_of, engine_of, pilot_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
@@ -119,7 +120,7 @@ def test_it_climbs_from_a_low_start_without_an_overflow_and_stays():
     assert len(set(run.scales[20:])) <= 3
     assert run.scaler.plan.one_exponent_serves
     assert "one exponent serves" in str(run.scaler.plan)
-    assert not run.scaler._controller.engine.watching, "nothing to do between probes"
+    assert not engine_of(run.scaler).watch.watching, "nothing to do between probes"
     run.scaler.close()
 
 
@@ -150,13 +151,13 @@ def test_every_way_to_step_tells_the_largest_gradient(unscale, max_norm, kind, f
     scaler = AdaptiveGradScaler(model, "cpu")
     optimizer = kind(model.parameters(), lr=0.0, fused=fused)
     records = []
-    saw = scaler._controller.pilot.saw
+    saw = pilot_of(scaler).saw
 
     def listen(record, *args, **kwargs):
         records.append(record)
         return saw(record, *args, **kwargs)
 
-    scaler._controller.pilot.saw = listen
+    pilot_of(scaler).saw = listen
     for _ in range(5):
         optimizer.zero_grad()
         scaler.scale(loss_of(model)).backward()
@@ -175,7 +176,7 @@ def test_true_gradients_whatever_the_plan():
     assert run.scaler.plan.active
     model.zero_grad()
     run.scaler.scale(loss_of(model)).backward()
-    assert run.scaler._controller.engine.active
+    assert engine_of(run.scaler).active
     found = [p.grad / run.scaler.get_scale() for p in model.parameters()]
     model.zero_grad()
     twin = copy.deepcopy(model).double()
@@ -227,7 +228,7 @@ def test_after_an_overflow_it_skips_backs_off_and_probes_again():
     probes = []
     for _ in range(6):
         run.steps(1)
-        probes.append(run.scaler._controller.engine.probing)
+        probes.append(engine_of(run.scaler).probing)
     assert any(probes)
     assert run.skipped == 1
     run.scaler.close()
@@ -251,14 +252,14 @@ def test_layers_that_come_and_go_are_soon_known():
     assert run.scaler.plan.active
     # Only when a layer with an active cut is missed for the first time: all are watched then.
     assert sum(map(bool, neutral[20:])) <= 1
-    assert run.scaler._controller.engine.changes
+    assert engine_of(run.scaler).changes
     run.scaler.close()
 
 
 def test_layerwise_off_gives_one_exponent():
     run = Run(tanh_net(120, gain=0.75), layerwise=False, lr=0.0).steps(15)
     assert run.scaler.plan.one_exponent_serves
-    assert not run.scaler._controller.engine.active
+    assert not engine_of(run.scaler).active
     assert run.scales[-1] > 2.0**8
     run.scaler.close()
 
@@ -346,7 +347,7 @@ def test_a_disabled_one_watches_nothing_whatever_it_is_given():
     assert not disabled.probing
     disabled.pin({"2": 3})
     disabled.pin({})
-    assert not disabled._controller.engine.watching
+    assert not engine_of(disabled).watch.watching
     run.scaler.close()
 
 
@@ -374,23 +375,23 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
     plain.load_state_dict(run.scaler.state_dict())
     assert plain.policy.growth_interval == 2000
     for scaler in (run.scaler, pickle.loads(pickle.dumps(run.scaler))):
-        twin = Run(scaler._controller.engine.model, scaler, lr=0.0, loss=run.loss).steps(3)
+        twin = Run(engine_of(scaler).model, scaler, lr=0.0, loss=run.loss).steps(3)
         factor.fill_(2.0**30)
         twin.steps(2)
         factor.fill_(1.0)
         twin.steps(6)
         start = adaptive["scale"]
         assert twin.scales == [start] * 3 + [start / 2] + [start / 4] * 7
-        assert not scaler._controller.engine.watching
+        assert not engine_of(scaler).watch.watching
         assert not scaler.probing
-        assert not scaler._controller.largest._seen
+        assert not controller_of(scaler).largest._seen
         scaler.load_state_dict(adaptive)
         scaler.pin({})
         assert scaler.get_scale() == start
         assert scaler.policy.backoff_factor == 0.5
-        with pytest.raises(RuntimeError, match=r"close\(\) has ended"):
+        with pytest.raises(RuntimeError, match=r"pin\(\) after close"):
             scaler.pin({"2": 3})
-        assert not scaler._controller.engine.watching
+        assert not engine_of(scaler).watch.watching
     other.load_state_dict(run.scaler.state_dict())
     assert other.policy.backoff_factor == BACKOFF
     assert other.probing
@@ -420,7 +421,7 @@ def test_pickles_and_copies_go_on_as_the_original():
     run = Run(tanh_net(4), lr=0.0).steps(6)
     for twin in (pickle.loads(pickle.dumps(run.scaler)), copy.deepcopy(run.scaler)):
         assert twin.state_dict() == run.scaler.state_dict()
-        assert twin._controller.engine.model is not run.model
+        assert engine_of(twin).model is not run.model
         twin.close()
     run.scaler.close()
 
@@ -465,11 +466,11 @@ def test_unpinning_goes_back_to_the_plan_and_probes():
     assert run.scaler.plan.active
     run.scaler.pin({"4": 3})
     run.steps(3)
-    assert dict(run.scaler._controller.engine.active) == {"4": 3, "3": -3}
+    assert dict(engine_of(run.scaler).active) == {"4": 3, "3": -3}
     run.scaler.pin({})
     run.steps(1)
     planned = {cut.name: cut.shift for cut in run.scaler.plan.active}
-    assert dict(run.scaler._controller.engine.active) == planned
+    assert dict(engine_of(run.scaler).active) == planned
     run.scaler.close()
 
 
@@ -534,7 +535,7 @@ def test_disabled_it_passes_everything_through():
     assert scaler.scale(loss) is loss
     scaler.update()
     assert scaler.state_dict() == {}
-    assert not scaler._controller.engine.watching
+    assert not engine_of(scaler).watch.watching
 
 
 def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay():
@@ -544,16 +545,16 @@ def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay
     first = run.scaler.plan
     assert first is not None
     run.steps(11)
-    assert not run.scaler._controller.pilot.searching
-    assert len(run.scaler._controller.pending) == DELAY
+    assert not pilot_of(run.scaler).searching
+    assert len(controller_of(run.scaler).pending) == DELAY
     louder = run.loss
     run.loss = lambda model: louder(model) * 2.0**-4
-    run.scaler._controller.engine.probe()
-    known = run.scaler._controller.pilot._history.copy()
+    engine_of(run.scaler).probe()
+    known = pilot_of(run.scaler)._history.copy()
     run.steps(DELAY)
-    assert run.scaler._controller.pilot._history[-1] == known[-1]
+    assert pilot_of(run.scaler)._history[-1] == known[-1]
     run.steps(1)
-    assert run.scaler._controller.pilot._history[-1] == known[-1] - 4
+    assert pilot_of(run.scaler)._history[-1] == known[-1] - 4
     run.scaler.close()
 
 
@@ -571,7 +572,7 @@ def test_autocast_equals_the_neutral_run_where_nothing_was_out_of_range():
         with torch.autocast("cpu", torch.float16):
             out = model(x)
         scaler.scale(out.float().sum()).backward()
-        assert bool(scaler._controller.engine.active) == bool(pins)
+        assert bool(engine_of(scaler).active) == bool(pins)
         grads[bool(pins)] = [p.grad.clone() for p in model.parameters()]
         scaler.close()
     for a, b in zip(grads[False], grads[True], strict=True):
@@ -608,7 +609,7 @@ def test_on_a_gpu_it_plans_without_waiting_for_the_device():
     assert scaler.plan is not None
     assert scaler.plan.active
     assert scaler.neutral is None
-    assert scaler._controller.engine.active
+    assert engine_of(scaler).active
     scaler.close()
 
 

@@ -5,6 +5,7 @@ and the same weights bit for bit. A probe that was under way is not in a checkpo
 again: from where it would have taken effect on the steps are others, though the ranks' are alike.
 """
 
+import copy
 import sys
 
 import pytest
@@ -91,3 +92,32 @@ def test_one_process_goes_on_where_two_ranks_were(folder, ranks, case):
         steps = DELAY if when == "probe" else DELAY + 1
         for mine, expected in zip(run["steps"][:steps], whole[step + 1 :], strict=False):
             assert same_weights(mine, expected), when
+
+
+def test_a_group_of_one_goes_on_with_the_probe_that_was_under_way():
+    """There is nobody to share it with, so that the state holds it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        whole = checkpoints.Run("plain", "range", process_group=dist.group.WORLD)
+        steps, states = [], []
+        for _ in range(checkpoints.STEPS):
+            steps.append(whole.step())
+            states.append([copy.deepcopy(part.state_dict()) for part in whole.parts])
+        probed = [
+            step
+            for step, (seen, _) in enumerate(steps[: -checkpoints.AFTER])
+            if any(pending["survey"] for pending in seen["gradlift_adaptive"]["pending"])
+        ]
+        assert len(probed) >= 2
+        for step in probed:
+            resumed = checkpoints.Run("plain", "range", process_group=dist.group.WORLD)
+            for part, state in zip(resumed.parts, states[step], strict=True):
+                part.load_state_dict(state)
+            resumed.step_number = step + 1
+            for expected in steps[step + 1 : step + 1 + checkpoints.AFTER]:
+                mine = resumed.step()
+                assert mine[0] == expected[0]
+                assert same_weights(mine, expected)
+    finally:
+        dist.destroy_process_group()

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from scaler_parts import controller_of, engine_of, pilot_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
@@ -36,12 +37,12 @@ class Chaos:
 
     def saw(self, record, now, survey=None, **_):
         draw = self.numbers
-        self.pilot.next_probe = now + draw.randint(1, 4)
+        self.pilot.schedule.next_probe = now + draw.randint(1, 4)
         if survey is not None:
             for index, part in enumerate(survey.graph.components):
                 free = index != survey.graph.loss and part.pinned is None
                 offset = draw.randint(-9, 9) if free else 0
-                self.pilot._offsets.update(dict.fromkeys(part.modules, offset))
+                self.pilot._offsets.current |= dict.fromkeys(part.modules, offset)
         shift = draw.randint(max(-2, -self.exponent), 2) if self.exponent < 12 else -2
         self.exponent += shift
         return shift
@@ -130,7 +131,7 @@ def run(seed, steps, tally):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = AdaptiveGradScaler(model, "cpu")
-    scaler._controller.pilot = Chaos(scaler._controller.pilot, draw)
+    controller_of(scaler).pilot = Chaos(pilot_of(scaler), draw)
     for _ in range(steps):
         optimizer.zero_grad()
         model.middle = None
@@ -139,7 +140,7 @@ def run(seed, steps, tally):
         for batch in batches:
             disturb(scaler, model, draw)
             backward(scaler, model, batch, draw)
-            tally["active"] += bool(scaler._controller.engine.active)
+            tally["active"] += bool(engine_of(scaler).active)
             tally["passes"] += 1
         same(model, truth, scaler.get_scale())
         scaler.step(optimizer)

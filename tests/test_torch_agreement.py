@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from scaler_parts import agreement_of
 from torch import nn
 
 from gradlift.torch import GradScaler
@@ -93,10 +94,10 @@ def test_a_dispute_seen_late_is_told_at_the_update() -> None:
     scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([weight], lr=0.1)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
-    scaler._agreement.ranks, scaler._agreement.evidence = RANKS, rows(SCALE=[8, 8, 16])
+    agreement_of(scaler).ranks, agreement_of(scaler).evidence = RANKS, rows(SCALE=[8, 8, 16])
     with pytest.raises(RuntimeError, match="16 on rank 8"):
         scaler.update()
-    assert scaler._agreement.evidence is None
+    assert agreement_of(scaler).evidence is None
 
 
 @pytest.fixture

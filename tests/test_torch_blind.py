@@ -9,7 +9,8 @@ from cuts_harness import SCALE, plain
 from torch import nn
 from torch.nn import functional as F
 
-from gradlift.torch.adaptive.engine import NO_OUTPUT, NOT_ITS_OWN, Engine
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.reasons import NO_OUTPUT, NOT_ITS_OWN
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -51,7 +52,7 @@ def test_a_loss_without_any_modules_output_is_told_of_once(model, forward, reaso
     with pytest.warns(UserWarning, match="follows torch's rule") as told:
         found = probe(engine, losses[0])
     assert reason in str(told[0].message)
-    assert engine.blind == engine.neutral == reason
+    assert engine.probes.blind == engine.neutral == reason
     assert not any(found.survey(10).histograms)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -67,7 +68,7 @@ def test_a_penalty_on_weights_beside_the_loss_is_nothing_to_tell(model):
         plain(engine, model(X).pow(2).mean(), SCALE)
         plain(engine, model[0].weight.pow(2).sum(), SCALE)
         engine.take()
-    assert engine.blind is None
+    assert engine.probes.blind is None
     engine.close()
 
 
@@ -78,7 +79,7 @@ def test_sight_comes_back(model):
     engine.probe()
     plain(engine, model(X).pow(2).mean(), SCALE)
     engine.take()
-    assert engine.blind is None
+    assert engine.probes.blind is None
     engine.close()
 
 
@@ -87,7 +88,7 @@ def test_a_probe_of_no_loss_says_nothing(model):
     engine.probe()
     model(X)
     engine.take()
-    assert engine.blind is None
+    assert engine.probes.blind is None
     engine.close()
 
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from scaler_parts import agreement_of, controller_of, pilot_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler, CapturedStep, adaptive_scaler
@@ -100,7 +101,7 @@ def test_the_host_catches_up_after_replays_and_the_next_probe_comes_in_time(capt
     assert twin.scaler.probing
     trainer.step()
     assert not trainer.scaler.probing
-    assert trainer.scaler._controller.step_number == twin.scaler._controller.step_number + 1
+    assert controller_of(trainer.scaler).step_number == controller_of(twin.scaler).step_number + 1
     trainer.scaler.close()
     twin.scaler.close()
 
@@ -124,9 +125,9 @@ def test_ranks_that_differ_are_told_of_after_replays_too(capture):
     trainer = settled()
     capture(trainer)
     scaler = trainer.scaler
-    scaler._agreement.ranks = Ranks((None,), (0, 1), 0)
-    scaler._agreement.evidence = torch.zeros(2, message.COLUMNS)
-    scaler._agreement.evidence[1, message.SCALE] = 8.0
+    agreement_of(scaler).ranks = Ranks((None,), (0, 1), 0)
+    agreement_of(scaler).evidence = torch.zeros(2, message.COLUMNS)
+    agreement_of(scaler).evidence[1, message.SCALE] = 8.0
     with pytest.raises(RuntimeError, match="the scale differs between ranks"):
         scaler.replayed()
     scaler.close()
@@ -156,11 +157,11 @@ def test_a_closed_scaler_keeps_its_captured_step(capture):
     assert not trainer.scaler.replayable
     capture(trainer)
     twin.step()
-    steps = trainer.scaler._controller.step_number
+    steps = controller_of(trainer.scaler).step_number
     for _ in range(5):
         assert trainer.scaler.replayable
         trainer.scaler.replayed()
-    assert trainer.scaler._controller.step_number == steps, "nothing is looked for any more"
+    assert controller_of(trainer.scaler).step_number == steps, "nothing is looked for any more"
     assert trainer.scaler.state_dict() == twin.scaler.state_dict()
     trainer.scaler.set_growth_interval(7)
     assert not trainer.scaler.replayable, "the number is in the graph"
@@ -175,7 +176,7 @@ def test_a_scaler_that_is_not_enabled_never_makes_a_step_stale():
 
 
 def seeds(scaler):
-    rounding = scaler._controller.emulation._rounding
+    rounding = controller_of(scaler).emulation._rounding
     return [generator.initial_seed() for generator in rounding._generators.values()]
 
 
@@ -184,7 +185,8 @@ def test_each_replay_has_the_random_numbers_of_its_step(capture):
     options = {"format": "float8_e4m3fn", "emulate": "stochastic", "interval": 20}
     trainer, twin = settled(**options), settled(**options)
     # Early on probes come close together.
-    while trainer.scaler._controller.pilot.next_probe < trainer.scaler._controller.step_number + 6:
+    schedule, controller = pilot_of(trainer.scaler).schedule, controller_of(trainer.scaler)
+    while schedule.next_probe < controller.step_number + 6:
         trainer.step()
         twin.step()
     capture(trainer)
@@ -237,7 +239,7 @@ def test_gpu_what_other_threads_do_does_not_end_a_capture():
             event = torch.cuda.Event()
             event.record(stream)
             event.query()
-            torch.empty(1000, pin_memory=True)
+            torch.empty(1000, device="cpu", pin_memory=True)
             asked.set()
 
     captured = CapturedStep(trainer.scaler, trainer.step)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scaler_harness import INF, NAN, net, parameter, sgd, train
 
-from gradlift import Static
+from gradlift import Dynamic, Static
 from gradlift.torch import GradScaler
 
 
@@ -104,6 +104,30 @@ def test_hysteresis_survives_a_checkpoint() -> None:
         assert s.get_scale() == 16.0
         train(s, sgd(parameter(1.0)), INF)
         assert s.get_scale() == 8.0
+
+
+def test_the_growth_delay_survives_a_checkpoint() -> None:
+    """DeepSpeed's first window of 2 is of 3 steps, each later one of 2."""
+    policy = Dynamic.deepspeed(init_scale=4.0, growth_interval=2)
+    scaler, other = GradScaler("cpu", policy=policy), GradScaler("cpu")
+    optimizer = sgd(parameter(1.0))
+    for _ in range(3):
+        assert scaler.get_scale() == 4.0
+        train(scaler, optimizer, 1.0)
+    state = scaler.state_dict()
+    other.load_state_dict(state)
+    assert other.policy.growth_delay == 1
+    for s in (scaler, other, pickle.loads(pickle.dumps(scaler))):
+        for expected in (8.0, 8.0, 16.0):
+            assert s.get_scale() == expected
+            train(s, optimizer, 1.0)
+    # A state from before there was one, and torch's, leave the policy its own.
+    del state["gradlift"]["growth_delay"]
+    for old in (state, {key: state[key] for key in FIVE}):
+        for kept in (policy, Dynamic()):
+            s = GradScaler("cpu", policy=kept)
+            s.load_state_dict(old)
+            assert s.policy.growth_delay == kept.growth_delay
 
 
 def test_a_state_taken_and_loaded_before_the_first_step() -> None:

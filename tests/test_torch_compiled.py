@@ -180,7 +180,7 @@ def test_a_scaler_that_is_collected_while_something_is_traced_is_closed_all_the_
     probed(engine, compiled, model)
     step(compiled, model, engine)
     assert engine.active
-    (pool,) = (pool for pools in engine._compiled.cuts._pools.values() for pool in pools)
+    (pool,) = (pool for pools in engine.watch.compiled.cuts._pools.values() for pool in pools)
     assert any(factor != 1 for factor in pool._target.tolist())
     with mode():
         del engine
@@ -266,7 +266,7 @@ def test_a_graph_for_each_shape_is_neutral_until_it_is_probed():
         neutral[rows] = step(compiled, model, engine, x=inputs(rows))
         assert engine.unplanned
         assert bool(engine.active) == (rows == 3), "the first one's cuts stay active"
-        regions = engine._compiled.cuts.regions
+        regions = engine.watch.compiled.cuts.regions
         assert [region.probed for region in regions] == [True] * (len(regions) - 1) + [False]
         probed(engine, compiled, model, x=inputs(rows))
     assert graphs() == 2
@@ -293,7 +293,7 @@ def test_a_plan_for_another_graph_is_exact_in_both():
     probed(engine, compiled, model)
     for model.joined in (False, True):
         same(step(compiled, model, engine), expected[model.joined])
-    assert engine._compiled.active
+    assert engine.watch.compiled.active
     engine.close()
 
 
@@ -309,7 +309,7 @@ def test_regions_that_share_factors_agree_or_are_neutral():
 
 def test_a_graph_that_was_traced_twice_is_neutral_where_the_traces_disagree():
     model, compiled, engine, expected = pinned()
-    cuts = engine._compiled.cuts
+    cuts = engine.watch.compiled.cuts
     (region,) = cuts.regions
     held = dict.fromkeys(range(region.walk.components), "it was held then")
     twin = dataclasses.replace(region, walk=dataclasses.replace(region.walk, held=held))

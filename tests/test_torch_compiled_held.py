@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scaler_parts import pilot_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -95,7 +96,7 @@ def test_without_compilation_the_plan_has_cuts():
 def test_a_float16_tensor_that_crosses_a_graph_break_is_planned_at_the_loss_scale():
     scaler = check_settles(torch.compile(Growing(breaks=True), backend=BACKEND), most=5)
     assert scaler.plan.active, "and what lies beyond it still has exponents of its own"
-    offsets = scaler._controller.pilot.offsets
+    offsets = pilot_of(scaler).offsets
     assert offsets["c"] == 0
     # By magnitude the loss scale serves d as well.
     assert all(offsets[name] for name in "ab")
@@ -174,7 +175,7 @@ def test_calls_that_a_compiled_graph_cannot_tell_apart_run_neutral(kind, name):
     found = run(call, model, engine)
     assert all(map(torch.equal, found, neutral))
     assert f"{name!r} is called" in str(engine.neutral)
-    assert name not in dict(engine._compiled.active)
+    assert name not in dict(engine.watch.compiled.active)
     engine.probe()
     run(call, model, engine)
     held = {

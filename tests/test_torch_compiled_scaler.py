@@ -151,9 +151,9 @@ def test_copies_and_pickles_are_not_watched():
         assert vars(other.branch).get("_gradlift_cut_module") is None
         assert getattr(other.branch.forward, "__self__", None) is other.branch
         call = torch.compile(other, fullgraph=True, backend=BACKEND)
-        regions = len(engine._compiled.cuts.regions)
+        regions = len(engine.watch.compiled.cuts.regions)
         same(step(call, other), expected)
-        assert len(engine._compiled.cuts.regions) == regions
+        assert len(engine.watch.compiled.cuts.regions) == regions
     engine.close()
 
 

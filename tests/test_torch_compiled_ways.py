@@ -120,7 +120,7 @@ def test_compiled_parts_of_a_model_that_is_not(in_place):
     for seed in (1, 2):
         engine.follow(random_offsets(graph, seed))
         same(step(model, model, engine), neutral)
-        inside = engine._compiled.active
+        inside = engine.watch.compiled.active
         assert len(inside) >= 2
         assert set(engine.active) > set(inside), "and eager cuts around it"
     engine.close()
@@ -145,7 +145,7 @@ def test_a_wrapper_around_a_compiled_model():
     engine.pin({"branch": 5})
     step(wrapper, model, engine)
     assert dict(engine.active)["branch"] == 5
-    assert engine._sees_nothing, "there is nothing to walk for between probes"
+    assert engine.watch.sees_nothing, "there is nothing to walk for between probes"
     engine.close()
 
 
@@ -166,7 +166,7 @@ def test_the_same_blocks_compiled_one_by_one_share_a_graph_again():
     assert graphs() == 3
     probed(engine, model, model)
     same(step(model, model, engine), neutral)
-    assert engine._compiled.active == (("2.b", 5), ("2.a", -5))
+    assert engine.watch.compiled.active == (("2.b", 5), ("2.a", -5))
     assert graphs() == 3
     engine.close()
 

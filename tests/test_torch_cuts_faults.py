@@ -181,7 +181,7 @@ def test_a_gate_keeps_no_count_of_passes_that_are_over():
     engine.arm(scaled)
     for _ in range(5):
         scaled.backward(retain_graph=True)
-    (root,) = engine._armed.roots
+    (root,) = engine.armed.roots
     assert not root.gate.passes
 
 
@@ -459,7 +459,7 @@ def test_states_linked_to_their_predecessors():
     engine.probe()
     scaled = step(model) * SCALE
     engine.arm(scaled)
-    marks = engine._marks.cuts
+    marks = engine.marks.cuts
     found = walk([(scaled.grad_fn, 0)], lambda node: node.metadata.get(marks))
     # The first state is returned 200 times, but once is enough to name it.
     assert len(found.cuts) == 400

@@ -135,7 +135,7 @@ def test_forwards_that_are_never_armed_leave_nothing_behind(model, pinned):
     del output, model.first, model.second
     assert node() is None
     assert saved() is None
-    assert not pinned._armed.roots
+    assert not pinned.armed.roots
 
 
 def test_armed_graphs_are_freed_without_the_garbage_collector(model):
@@ -160,13 +160,13 @@ def test_armed_graphs_are_freed_without_the_garbage_collector(model):
             pinned.probe()
             x = Holder.apply(X.clone().requires_grad_())
             scaled = scale(loss_of(model, x), pinned)
-            assert len(pinned._armed.roots) == 1
+            assert len(pinned.armed.roots) == 1
             if backpropagate:
                 scaled.backward()
             del scaled, x
             model.first = model.second = None
             pinned.take()
-            assert len(pinned._armed.roots) == 0
+            assert len(pinned.armed.roots) == 0
         assert [ref() for ref in holders] == [None, None]
     finally:
         gc.enable()
@@ -536,8 +536,10 @@ def test_none_gradients_pass(monkeypatch):
     model, given = Two(), []
     watched = Engine(model, linear=[First])
     watched.pin({"a": 5, "b": 2})
-    call = cuts.Cut.__call__
-    monkeypatch.setattr(cuts.Cut, "__call__", lambda *args: given.append(args[1]) or call(*args))
+    call = cuts.CutHook.__call__
+    monkeypatch.setattr(
+        cuts.CutHook, "__call__", lambda *args: given.append(args[1]) or call(*args)
+    )
 
     def backward(model, watched):
         scale(loss_of(model), watched).backward()
@@ -635,11 +637,11 @@ def test_forwards_inside_a_backward_are_ignored(monkeypatch):
 
 
 def test_copies_pickles_and_scripts_of_a_watched_model(model, pinned):
-    assert pinned.watching
+    assert pinned.watch.watching
     twin = copy.deepcopy(model)
     twin_loss = loss_of(twin)
     assert not graph.walk(
-        [(twin_loss.grad_fn, 0)], lambda n: n.metadata.get(pinned._marks.cuts)
+        [(twin_loss.grad_fn, 0)], lambda n: n.metadata.get(pinned.marks.cuts)
     ).cuts
     with pytest.warns(UserWarning, match="does not come from the watched model"):
         scale(twin_loss, pinned).backward()
@@ -740,7 +742,7 @@ def test_contradictory_pins_are_refused_before_anything_changes():
     for refuse in (watched.arm, watched.check):
         with pytest.raises(ValueError, match=r"'0.1' at 4 and '0' at 3"):
             refuse(scaled)
-    assert not watched._armed.roots
+    assert not watched.armed.roots
     scaled.backward()
     same([p.grad / SCALE for p in model.parameters()], expected)
     watched.pin({"0": 3, "0.1": 3})
@@ -773,7 +775,7 @@ def test_one_module_under_two_names():
 
 def test_no_pins_go_back_to_the_plan(model):
     watched = Engine(model)
-    assert not watched.watching
+    assert not watched.watch.watching
     watched.follow({"a": 2, "b": 1, "c": 0, "": 0})
     watched.pin({"a": 7})
     scale(loss_of(model), watched).backward()
@@ -782,7 +784,7 @@ def test_no_pins_go_back_to_the_plan(model):
     scale(loss_of(model), watched).backward()
     assert dict(watched.active) == {"a": 1, "b": 1}
     watched.follow({})
-    assert not watched.watching, "nothing is due, so nothing is watched"
+    assert not watched.watch.watching, "nothing is due, so nothing is watched"
     watched.close()
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from gradlift.plan import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
+from gradlift.plan.key import Key
 from gradlift.plan.pilot import Pilot, Record, Survey
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.exponents import Key
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 

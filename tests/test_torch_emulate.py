@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from scaler_parts import controller_of, engine_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
@@ -183,13 +184,13 @@ def test_the_order_does_not_depend_on_who_came_first():
     found = []
     for pin_first in (True, False):
         scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=2.0**4)
-        scaler._controller.engine.take()
-        assert not scaler._controller.engine.watching
+        engine_of(scaler).take()
+        assert not engine_of(scaler).watch.watching
         hooks = list(torch_module._global_forward_hooks)
         if pin_first:
-            scaler._controller.emulation.close()
+            controller_of(scaler).emulation.close()
             scaler.pin({"first": 9})
-            controller = scaler._controller
+            controller = controller_of(scaler)
             controller.emulation = Emulation(controller.engine, controller.pilot.format, True)
         else:
             scaler.pin({"first": 9})
@@ -266,7 +267,7 @@ def test_other_layers_and_other_models_are_not_rounded():
     for layer in (model, other):
         found = gradients(layer, weighted, None, x, weights)
         assert torch.equal(found["bias"], weights.sum(0))
-    assert not scaler._controller.emulation.seen
+    assert not controller_of(scaler).emulation.seen
 
 
 def test_a_layer_added_later_is_rounded():
@@ -602,7 +603,7 @@ def test_nothing_is_left_when_it_is_closed_dropped_or_disabled():
     assert forward_hooks() == before
     scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True)
     gradients(model, weighted, scaler, x, weights)
-    gone = weakref.ref(scaler._controller.emulation)
+    gone = weakref.ref(controller_of(scaler).emulation)
     del scaler
     gc.collect()
     assert gone() is None
@@ -646,7 +647,7 @@ def test_pickled_and_copied_scalers_round_too():
     scaler = rounding(model, emulate="nearest", init_scale=1.0)
     expected = gradients(model, weighted, scaler, x, weights)
     for again in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        twin = again._controller.engine.model
+        twin = engine_of(again).model
         assert twin is not model
         found = gradients(twin, weighted, again, x, weights)
         assert all(torch.equal(found[name], expected[name]) for name in expected)

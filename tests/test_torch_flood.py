@@ -137,8 +137,8 @@ def test_both_walks_agree_on_random_graphs(block, both_walks):
             engine.close()
             continue
         engine.follow(offsets, ())
-        if engine._handle is not None:
-            engine._handle.only = None
+        if engine.watch.hook is not None:
+            engine.watch.hook.only = None
         run(model, step, engine, backward=backward)
         engine.close()
     assert len(both_walks) > 60
@@ -149,8 +149,8 @@ def test_a_gate_knows_its_cuts_and_what_feeds_leaves():
     engine = following(model)
     loss = loss_of(model) * SCALE
     engine.arm(loss)
-    found = graph.walk([(loss.grad_fn, 0)], lambda n: n.metadata.get(engine._marks.cuts))
-    (root,) = engine._armed.roots
+    found = graph.walk([(loss.grad_fn, 0)], lambda n: n.metadata.get(engine.marks.cuts))
+    (root,) = engine.armed.roots
     nodes = {edge.node for edge in found.leaves} | set(found.cut_slots)
     assert root.gate.numbers == {node._sequence_nr() for node in nodes}
     assert [edge.cut.names for edge in found.cuts] == [[("layers.1", 0)]]
@@ -159,12 +159,12 @@ def test_a_gate_knows_its_cuts_and_what_feeds_leaves():
 def test_only_modules_with_active_cuts_are_looked_at():
     model = Net()
     engine = following(model)
-    names = engine._names.of_module
-    assert {names[own] for own in engine._handle.only} == {"layers.1"}
+    names = engine.watch.names.of_module
+    assert {names[own] for own in engine.watch.hook.only} == {"layers.1"}
     same(gradients(model, engine), gradients(model, None))
     assert engine.active == (("layers.1", 5),)
     engine.follow(dict.fromkeys(OFFSETS, 0), ())
-    assert not engine.watching
+    assert not engine.watch.watching
 
 
 def test_exponents_of_modules_that_are_gone_cost_nothing():
@@ -172,13 +172,13 @@ def test_exponents_of_modules_that_are_gone_cost_nothing():
     model.gone = nn.Linear(4, 4)
     both = lambda model: loss_of(model) + model.gone(X).pow(2).mean()  # noqa: E731
     engine = following(model, lambda graph: {**dict.fromkeys(OFFSETS, 0), "gone": 4}, both)
-    assert engine.watching
+    assert engine.watch.watching
     engine.probe()
     plain(engine, loss_of(model), SCALE)
     engine.take()
     # The pilot forgets it after some probes.
     engine.follow(dict.fromkeys(OFFSETS, 0), ())
-    assert not engine.watching
+    assert not engine.watch.watching
 
 
 # Graphs that are not the planned one.
@@ -209,11 +209,11 @@ def test_a_change_out_of_sight_shows_in_the_parameters(change):
     assert engine.unplanned == (change == "added"), "a probe is wanted for what was never met"
     if change == "added":
         return
-    assert engine._handle.only is None, "from now on all outputs are looked at"
+    assert engine.watch.hook.only is None, "from now on all outputs are looked at"
     same(gradients(model, engine, changed), expected)
     assert engine.neutral is None, "those that were planned are followed"
     engine.follow({**OFFSETS, "layers.2": 3}, ())
-    assert engine._handle.only is None, "it may change again"
+    assert engine.watch.hook.only is None, "it may change again"
 
 
 def test_routing_between_parts_at_one_offset_is_no_change():
@@ -506,7 +506,7 @@ def test_passes_over_one_graph_at_a_time(threads):
         return grads_of(model)
 
     same(together(engine), together(None))
-    assert not engine._armed.end_returns._open
+    assert not engine.armed.end_returns._open
 
 
 def test_another_pass_that_adds_to_a_gradient_meanwhile_is_never_stepped_with():
@@ -575,14 +575,14 @@ def test_graphs_on_the_fast_path_are_freed_without_the_garbage_collector():
     try:
         scaled = loss_of(model) * SCALE
         engine.arm(scaled)
-        (root,) = engine._armed.roots
+        (root,) = engine.armed.roots
         node = weakref.ref(root)
         scaled.backward()
         del scaled, root
         assert node() is None
-        assert not engine._armed.roots
+        assert not engine.armed.roots
         model.outputs = None
-        assert not engine._marks.places()
+        assert not engine.marks.places()
     finally:
         gc.enable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import warnings
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gradlift.report import read
 from gradlift.torch import AdaptiveGradScaler, ForwardGuard, GradScaler
+from gradlift.torch.forward.watch import StepWatch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:gradlift. the loss is inf or NaN:RuntimeWarning",
@@ -115,6 +117,34 @@ def test_nan_gradients_behind_a_finite_loss(kind: type[GradScaler]):
     assert run.scaler.last_cause.kind == "backward"
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("mends", [False, True])
+def test_an_update_that_comes_after_the_next_forward_pass_is_not_too_late(named: bool, mends: bool):
+    """As trainers with several optimizers do it; the pass after that one is watched."""
+    model = network(hot=True)
+    options: dict = {"forward": "mend"} if mends else {}
+    if mends and not named:
+        pytest.skip("a guard has a model")
+    run = Run(model, GradScaler("cpu", model=model if named else None, **options))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(6):
+            loss = run.loss()
+            if step:
+                run.scaler.update()
+            run.scaler.scale(loss).backward()
+            run.scaler.step(run.optimizer)
+            run.optimizer.zero_grad()
+    if mends:
+        assert "1" in {name.partition(".")[0] for name in run.scaler.forward_guard.mended}
+        assert run.scaler.skipped_steps == 2
+        assert any("runs these modules mended" in str(w.message) for w in told)
+    else:
+        assert run.scaler.last_cause.kind == "forward"
+        assert run.scaler.last_cause.name in (("1.up", "1.down") if named else ("Linear",))
+        assert run.scaler.last_cause.certain
+
+
 def test_a_step_that_is_watched_and_turns_out_fine_leaves_nothing():
     model = network()
     run = Run(model, made(GradScaler, model))
@@ -124,6 +154,18 @@ def test_a_step_that_is_watched_and_turns_out_fine_leaves_nothing():
     assert run.scaler.last_cause is None
     assert run.scaler.skipped_steps == 1
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:gradlift:RuntimeWarning")
+def test_what_was_noted_of_a_watched_step_goes_with_it():
+    """Every bad batch leads to a watch, with a number for each operation of a step."""
+    model = network()
+    run = Run(model, made(GradScaler, model))
+    for _ in range(2):
+        run.steps(1, X * math.nan)
+        run.steps(3)
+    gc.collect()
+    assert not any(type(thing) is StepWatch for thing in gc.get_objects())
 
 
 def test_a_healthy_run_is_watched_never_and_ends_at_the_same_bits():

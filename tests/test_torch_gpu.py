@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from scaler_harness import BROKEN_BY_HAND
 
 from gradlift import Dynamic
 from gradlift.torch import GradScaler
@@ -210,7 +211,7 @@ def test_two_optimizers_report_the_later_overflow():
     assert scaler.overflow_report() == (("param_groups[0]['params'][0]", 1, 0),)
 
 
-@pytest.mark.filterwarnings("ignore:gradlift. an input already holds:RuntimeWarning")
+@BROKEN_BY_HAND
 def test_reactions_come_within_a_hundred_steps():
     model = net()
     optimizer = optimizer_of(model, "AdamW")
@@ -222,7 +223,7 @@ def test_reactions_come_within_a_hundred_steps():
     assert "max_consecutive_skips=5" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:gradlift. an input already holds:RuntimeWarning")
+@BROKEN_BY_HAND
 def test_a_floor_that_raises_does_so_within_a_hundred_steps():
     model = net()
     optimizer = optimizer_of(model, "AdamW")

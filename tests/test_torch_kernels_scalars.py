@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from scaler_parts import controller_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -108,7 +109,7 @@ def test_a_remark_holds_the_greatest_and_the_flags(device, count):
     for place, value in ((0, 9.0), (count - 1, 11.0), (count // 2, math.nan)):
         largest = torch.arange(count, dtype=torch.float32, device=at) / count
         largest[place] = value
-        row = torch.full((4,), -1.0, pin_memory=device == "cuda")
+        row = torch.full((4,), -1.0, device="cpu", pin_memory=device == "cuda")
         numbers = [torch.tensor(x, device=at) for x in (1024.0, 2.0, 1.0)]
         launch(numbers[0], largest, numbers[1], numbers[2], row, count)
         if device == "cuda":
@@ -128,8 +129,8 @@ def test_a_small_model_leaves_the_same_records_as_a_large_one(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
         scaler = AdaptiveGradScaler(model, "cuda")
         seen = []
-        learn = scaler._controller.learn
-        scaler._controller.learn = lambda pending, *rest: (
+        learn = controller_of(scaler).learn
+        controller_of(scaler).learn = lambda pending, *rest: (
             seen.append(pending.record()),
             learn(pending, *rest),
         )[1]

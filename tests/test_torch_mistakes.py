@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scaler_parts import agreement_of, engine_of, pilot_of
 from torch import nn
 
 from gradlift.formats import FORMATS
@@ -56,7 +57,7 @@ def test_settings(settings, said):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_may_be_a_dtype(name):
     scaler = adaptive(format=getattr(torch, name))
-    assert scaler._controller.pilot.format is FORMATS[name]
+    assert pilot_of(scaler).format is FORMATS[name]
     state, twin = scaler.state_dict(), adaptive(format=name)
     twin.load_state_dict(state)
     assert twin.state_dict() == state
@@ -78,7 +79,7 @@ def test_a_scaler_that_is_not_enabled_takes_any_device():
 def test_one_linear_function_needs_no_list():
     class Double(torch.autograd.Function): ...
 
-    assert adaptive(linear=Double)._controller.engine.linear == {Double}
+    assert engine_of(adaptive(linear=Double)).linear == {Double}
 
 
 def test_not_a_model():
@@ -128,7 +129,7 @@ def test_stage_and_own_parameters():
 def test_one_parameter_is_marked_as_a_whole():
     scaler, model = GradScaler("cpu"), network()
     scaler.mark_own(model[0].weight)
-    assert scaler._agreement.ownership.marked(model[0].weight)
+    assert agreement_of(scaler).ownership.marked(model[0].weight)
 
 
 def test_captured_step():

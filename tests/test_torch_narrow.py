@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from scaler_parts import controller_of, engine_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
@@ -49,7 +50,7 @@ class Training:
     def settled(self):
         """The scale after some steps; the next one is no probe."""
         scale = [self.step() for _ in range(20)][-1]
-        return self.step() if self.scaler._controller.engine.probing else scale
+        return self.step() if engine_of(self.scaler).probing else scale
 
     def step(self, spike=None):
         """A step; a spike is a parameter whose gradient is 2**20 larger than ever."""
@@ -84,11 +85,11 @@ def test_networks_that_train_in_turn_are_both_remembered():
     scaler = AdaptiveGradScaler(model, "cpu")
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
     for part, optimizer in zip(model, optimizers, strict=True):
-        scaler._controller.engine.probe()
+        engine_of(scaler).probe()
         scaler.scale(part(X).pow(2).mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler._controller.engine.wide == {
+    assert engine_of(scaler).probes.wide == {
         f"{n}.norm.{p}" for n in range(2) for p in ("weight", "bias")
     }
     scaler.close()
@@ -126,7 +127,7 @@ def test_it_is_the_same_after_a_checkpoint_a_copy_and_a_new_group():
     for each in (run, twin):
         each.step(spike=each.model.norm.weight)
         assert [each.step() for _ in range(8)] == [before] * 8
-    assert copy.deepcopy(run.scaler)._controller.engine.wide == {"norm.weight", "norm.bias"}
+    assert engine_of(copy.deepcopy(run.scaler)).probes.wide == {"norm.weight", "norm.bias"}
     run.scaler.close()
     twin.scaler.close()
 
@@ -145,8 +146,8 @@ def test_each_counts_as_its_component_stores_it_on_a_gpu(way):
 def check_weights(run):
     """What a step tells, with offsets as a plan would have set them."""
     run.settled()
-    controller = run.scaler._controller
-    controller.pilot.next_probe = 10**6
+    controller = controller_of(run.scaler)
+    controller.pilot.schedule.next_probe = 10**6
     told = []
     for offsets in ({}, {"linear.weight": 40}):
         controller.largest.offsets = offsets
@@ -163,7 +164,7 @@ def check_weights(run):
     assert before == max(true["head.weight"], true["head.bias"])
     assert raised == true["linear.weight"] + 40
     controller.largest.offsets = {"linear.weight": 40}
-    controller.engine.neutral = "as if the graph were another"
+    controller.engine._reasons.note("as if the graph were another")
     assert not controller.largest.rows(run.optimizer).offsets
     run.scaler.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from scaler_parts import agreement_of
 from torch import Tensor, nn
 
 from gradlift.torch import GradScaler
@@ -122,10 +123,10 @@ def test_a_dispute_is_told_within_fifty_steps() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     scaler = GradScaler("cuda", init_scale=2.0**10, process_group=dist.group.WORLD)
     one_step(scaler, optimizer, model, None, bad=False)
-    scaler._agreement.ranks = Ranks((dist.group.WORLD,), (0, 1), 0)
+    agreement_of(scaler).ranks = Ranks((dist.group.WORLD,), (0, 1), 0)
     rows = torch.zeros(2, message.COLUMNS, dtype=torch.float64, device="cuda")
     rows[:, message.SCALE] = torch.tensor([8.0, 16.0], device="cuda", dtype=torch.float64)
-    verdict = scaler._agreement.heed(message.decide(rows, measured=False))
+    verdict = agreement_of(scaler).heed(message.decide(rows, measured=False))
     assert float(verdict.found_inf) == float(verdict.bad_loss) == 1.0
     found = {torch.device("cuda", 0): verdict.found_inf}
 

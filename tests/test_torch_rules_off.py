@@ -63,9 +63,9 @@ from test_torch_cuts_rules import (
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler, names
-from gradlift.torch.adaptive import arming, cuts, engine, exponents, graph, outputs
+from gradlift.torch.adaptive import arming, cuts, engine, exponents, graph, outputs, watching
 from gradlift.torch.adaptive.arming import ArmedGraphs
-from gradlift.torch.adaptive.cuts import Cut, LeafReturn
+from gradlift.torch.adaptive.cuts import CutHook, LeafReturn
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.probe import survey
 
@@ -198,7 +198,7 @@ def test_an_input_that_needs_a_gradient_gets_the_global_scale(model, pinned, fai
     set_leaves = ArmedGraphs._set_leaves
 
     def parameters_alone(self, found, offsets, gate):
-        own = pinned.parameter_names
+        own = pinned.watch.names.of_parameter
         kept = [edge for edge in found.leaves if id(edge.leaf) in own]
         found.leaves = graph.Leaves(*map(list, zip(*kept, strict=True)))
         return set_leaves(self, found, offsets, gate)
@@ -329,7 +329,7 @@ def test_none_passes_the_hooks(fails_without):
     def body():
         check(model, watched, lambda m, w: scale(loss_of(m), w).backward())
 
-    fails_without(Cut, "__call__", never_none, body, error=AttributeError)
+    fails_without(CutHook, "__call__", never_none, body, error=AttributeError)
     watched.close()
 
 
@@ -416,11 +416,11 @@ def test_a_copy_does_not_feed_the_originals_engine(model, pinned, monkeypatch, f
 
     def body():
         loss = loss_of(twin)
-        marks = pinned._marks.cuts
+        marks = pinned.marks.cuts
         assert not graph.walk([(loss.grad_fn, 0)], lambda n: n.metadata.get(marks)).cuts
         assert graph.walk([(loss_of(model).grad_fn, 0)], lambda n: n.metadata.get(marks)).cuts
 
-    fails_without(Engine, "saw", saw_anything, body)
+    fails_without(watching.ModelWatch, "saw", saw_anything, body)
 
 
 def on_every_module(watched):
@@ -433,7 +433,7 @@ def on_every_module(watched):
 
     return Handles(
         module.register_forward_hook(lambda m, args, output: watched.saw(m, output))
-        for module in watched.model.modules()
+        for module in watched._model.modules()
     )
 
 
@@ -457,7 +457,11 @@ def test_a_watched_model_is_pickled(fails_without):
         assert torch.equal(pickle.loads(pickle.dumps(model))(X), model(X))
 
     fails_without(
-        engine, "watch", on_every_module, lambda: watched_while(there_and_back), NO_PICKLE
+        watching,
+        "ForwardHook",
+        on_every_module,
+        lambda: watched_while(there_and_back),
+        NO_PICKLE,
     )
 
 
@@ -465,7 +469,7 @@ def test_a_watched_model_is_saved_whole(fails_without):
     def body():
         watched_while(lambda model: torch.save(model, io.BytesIO()))
 
-    fails_without(engine, "watch", on_every_module, body, NO_PICKLE)
+    fails_without(watching, "ForwardHook", on_every_module, body, NO_PICKLE)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -474,7 +478,9 @@ def test_a_watched_model_is_scripted(fails_without):
         watched_while(torch.jit.script)
 
     # Of the many things the compiler may say to a lambda with a free variable.
-    fails_without(engine, "watch", on_every_module, body, (RuntimeError, TypeError, OSError))
+    fails_without(
+        watching, "ForwardHook", on_every_module, body, (RuntimeError, TypeError, OSError)
+    )
 
 
 def test_modules_added_later_are_seen_at_the_next_probe(fails_without):
@@ -495,7 +501,7 @@ def test_modules_added_later_are_seen_at_the_next_probe(fails_without):
         assert {"b", "b.0", "b.1"} <= {key for c in seen.graph.components for key in c.modules}
         watched.close()
 
-    fails_without(engine, "Names", made_once, body)
+    fails_without(watching, "Names", made_once, body)
 
 
 def test_names_are_without_wrappers_prefixes(fails_without):

@@ -14,7 +14,7 @@ from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.moments import sums_in_plain_torch, times_two_to
 from gradlift.torch.probe.probe import Row
 from gradlift.torch.ranks.reductions import Reduction, _bits, _divided_after, reduction_of
-from gradlift.torch.ranks.shared_probe import Layout, hold, merged, pack, part_of, unpack
+from gradlift.torch.ranks.shared_probe import Layout, merged, pack, part_of, unpack
 
 
 class Chain(nn.Module):
@@ -46,7 +46,7 @@ def probed(model, x, *, without=(), half=False, scale=2.0**10, kind=None, offset
 
 
 def counts_of(probe):
-    return torch.tensor(probe._bins())
+    return torch.tensor(probe.bins())
 
 
 def rank_probes(count, half, **kwargs):
@@ -71,8 +71,8 @@ def test_packed_sums_tell_what_the_sum_of_all_rows_tells(half):
         else:
             assert mine[1:255].nonzero()[-1] == all_of_it[1:255].nonzero()[-1]
     shared, expected = probes[0], rank_probes(3, half)[0]
-    hold(shared, found)
-    hold(expected, whole)
+    shared.set_counts(found)
+    expected.set_counts(whole)
     assert shared.survey(10) == expected.survey(10)
     per_cut = 42 if half else BINS
     cuts = sum(row.upstream is not None for row in shared.rows)
@@ -111,7 +111,7 @@ def test_alike_parts_merge_to_what_a_sum_gives():
     layout = Layout.of(probes[0])
     whole = sum(counts_of(probe) for probe in probes)
     one = merged(part_of(layout, counts_of(probe)) for probe in probes)
-    hold(probes[0], whole)
+    probes[0].set_counts(whole)
     assert one.survey(10) == probes[0].survey(10)
 
 

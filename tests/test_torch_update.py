@@ -33,7 +33,7 @@ def replay(policy, trace, how, device="cpu"):
 
 def policies():
     return st.builds(
-        lambda factors, interval, hysteresis, consecutive: Dynamic(
+        lambda factors, interval, hysteresis, consecutive, delay: Dynamic(
             init_scale=2.0**4,
             growth_factor=factors[0],
             backoff_factor=factors[1],
@@ -42,11 +42,13 @@ def policies():
             consecutive_hysteresis=consecutive,
             min_scale=2.0**-3,
             max_scale=2.0**7,
+            growth_delay=delay,
         ),
         FACTORS,
         st.integers(1, 5),
         st.integers(1, 3),
         st.booleans(),
+        st.integers(0, 3),
     )
 
 
@@ -112,7 +114,7 @@ def compare_kernel(device):
     generator = torch.Generator().manual_seed(0)
     for growth, backoff in ((2.0, 0.5), (1.1, 0.9), (3.0, 0.25)):
         for hysteresis in (1, 3):
-            for consecutive in (False, True):
+            for consecutive, delay in ((False, 0), (True, 0), (False, 2)):
                 policy = Dynamic(
                     init_scale=2.0**4,
                     growth_factor=growth,
@@ -122,6 +124,7 @@ def compare_kernel(device):
                     consecutive_hysteresis=consecutive,
                     min_scale=2.0**-3,
                     max_scale=2.0**7,
+                    growth_delay=delay,
                 )
                 kinds = [(0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (2, 1)]
                 picks = torch.randint(len(kinds), (60,), generator=generator).tolist()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from scaler_parts import controller_of, engine_of, pilot_of
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -27,7 +28,7 @@ from gradlift.torch import AdaptiveGradScaler
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive_scaler import STATE_KEY
 from gradlift.torch.probe.layer_probe import LayerProbe, terms_of
-from gradlift.torch.probe.moments import Sums, sums_in_plain_torch
+from gradlift.torch.probe.moments import Sums, sums_by_kernel, sums_in_plain_torch
 from gradlift.zhao2019 import FLOAT16, Moments, Zhao2019, quantile
 
 FREE = Zhao2019(math.inf, math.inf)
@@ -160,11 +161,11 @@ def test_the_kernel_equals_the_plain_sums(numel, dtype, monkeypatch):
     values = torch.randn(numel) * torch.exp2(torch.randint(-12, 9, (numel,)).float())
     values[::7] = 0.0
     values = values.to(KERNEL_DEVICE, dtype)
-    found = moments_kernel.sums_of(values)
+    found = sums_by_kernel(values)
     assert found.tolist() == pytest.approx(plain_sums(values.cpu()), rel=1e-5, abs=1e-3)
-    assert torch.equal(found, moments_kernel.sums_of(values)), "the last bit is not left to chance"
+    assert torch.equal(found, sums_by_kernel(values)), "the last bit is not left to chance"
     values[numel // 2] = math.nan
-    assert Moments.from_sums(moments_kernel.sums_of(values).tolist()) is None
+    assert Moments.from_sums(sums_by_kernel(values).tolist()) is None
     assert Moments.from_sums(sums_in_plain_torch(values).tolist()) is None
 
 
@@ -416,7 +417,7 @@ def test_planned_cuts_are_exact_in_float32(kind, rule):
     assert plan is not None
     assert plan.active
     assert all(cut.why for cut in plan.active)
-    check_exact_in_float32(model, x, run.scaler._controller.engine, run.scaler.get_scale())
+    check_exact_in_float32(model, x, engine_of(run.scaler), run.scaler.get_scale())
     run.scaler.close()
 
 
@@ -487,9 +488,9 @@ def test_pickles_and_copies_go_on_by_the_same_rule():
     run = Run(model, x, rule=FREE).steps(5)
     for twin in (pickle.loads(pickle.dumps(run.scaler)), copy.deepcopy(run.scaler)):
         assert twin.state_dict() == run.scaler.state_dict()
-        assert twin._controller.pilot.rule == FREE
-        twin._controller.engine.probe()
-        assert isinstance(twin._controller.engine._probe, LayerProbe)
+        assert pilot_of(twin).rule == FREE
+        engine_of(twin).probe()
+        assert isinstance(engine_of(twin).probes.current, LayerProbe)
         twin.close()
     run.scaler.close()
 
@@ -499,9 +500,9 @@ def test_the_range_rule_has_no_part_in_it():
     for options in ({}, {"rule": "range"}):
         torch.manual_seed(5)
         run = Run(mlp(30, gain=0.6), x, lr=0.02, interval=7, **{"rule": "range", **options})
-        assert type(run.scaler._controller.engine._probe).__name__ == "Probe"
+        assert type(engine_of(run.scaler).probes.current).__name__ == "Probe"
         run.steps(12)
-        pending = [pending.to_dict() for pending in run.scaler._controller.pending]
+        pending = [pending.to_dict() for pending in controller_of(run.scaler).pending]
         assert not any(row["survey"] and row["survey"]["passages"] for row in pending)
         runs.append((run.scales, run.losses, run.scaler.plan))
         run.scaler.close()
@@ -561,8 +562,8 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
     largest = model[0].weight.abs().max().item()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
-    surveys, saw = [], run.scaler._controller.pilot.saw
-    run.scaler._controller.pilot.saw = lambda record, now, survey=None, **rest: (
+    surveys, saw = [], pilot_of(run.scaler).saw
+    pilot_of(run.scaler).saw = lambda record, now, survey=None, **rest: (
         surveys.append(survey) or saw(record, now, survey, **rest)
     )
     run.steps(8)

@@ -23,9 +23,9 @@ from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import (
     FLOAT16,
     THRESHOLD,
+    CutStatistics,
     Formula,
     Moments,
-    Passage,
     Zhao2019,
     for_cast,
     for_product,
@@ -165,7 +165,7 @@ def test_7_the_cast_of_a_classifiers_gradient_takes_the_log_normal_model():
     formula = Formula(FREE, 1e-3, FLOAT16)
     steps = {
         classifies: formula.cast_step(
-            Passage("head", 0, 1, "float16", gradient, classifies=classifies), exponent=0
+            CutStatistics("head", 0, 1, "float16", gradient, classifies=classifies), exponent=0
         ).exponent
         for classifies in (True, False)
     }
@@ -174,7 +174,7 @@ def test_7_the_cast_of_a_classifiers_gradient_takes_the_log_normal_model():
     assert steps[True] > steps[False]
     graph = Graph((Component(()), Component(("head",))), (Cut("head", 0, 1),), loss=0)
     for classifies, step in steps.items():
-        passage = Passage("head", 0, 1, "float16", gradient, classifies=classifies)
+        passage = CutStatistics("head", 0, 1, "float16", gradient, classifies=classifies)
         found = carry(
             graph, [passage], [96, 96], rule=FREE, threshold=1e-3, format=FORMAT
         ).exponents
@@ -200,15 +200,15 @@ EAGER = Moments(2.0**-80, 2.0**-40)
 TWICE = Zhao2019(scale_bound=2.0, accum_bound=math.inf)
 
 
-def passage(name: str, downstream: int, upstream: int, layer: bool = True) -> Passage:
+def passage(name: str, downstream: int, upstream: int, layer: bool = True) -> CutStatistics:
     weight = Moments(1.0, 1.0) if layer else None
-    return Passage(name, downstream, upstream, "float16", EAGER, weight, 8 if layer else 0)
+    return CutStatistics(name, downstream, upstream, "float16", EAGER, weight, 8 if layer else 0)
 
 
-def head(upstream: int, scale: float) -> Passage:
+def head(upstream: int, scale: float) -> CutStatistics:
     """What leaves the loss, of a size that its cast asks for ``scale``."""
     size = FLOAT16.smallest / quantile(1e-3) / scale / 1.01
-    return Passage("head", 0, upstream, "float16", Moments(size * size, size))
+    return CutStatistics("head", 0, upstream, "float16", Moments(size * size, size))
 
 
 def graph(count: int, *edges: tuple[str, int, int], **pins: int) -> Graph:
@@ -218,18 +218,18 @@ def graph(count: int, *edges: tuple[str, int, int], **pins: int) -> Graph:
 
 
 def carried(
-    found: Graph, *passages: Passage, rule: Zhao2019 = TWICE, ceiling: int = MAX_EXPONENT
+    found: Graph, *passages: CutStatistics, rule: Zhao2019 = TWICE, ceiling: int = MAX_EXPONENT
 ) -> list[int]:
     ceilings = [ceiling] * len(found.components)
     options = {"rule": rule, "threshold": 1e-3, "format": FORMAT}
     return carry(found, passages, ceilings, **options).exponents
 
 
-def needing(name: str, downstream: int, upstream: int, scale: float) -> Passage:
+def needing(name: str, downstream: int, upstream: int, scale: float) -> CutStatistics:
     """A layer whose product asks for ``scale`` in all."""
     size = FLOAT16.smallest / quantile(1e-3) / scale / 1.01 / math.sqrt(8 / 2)
     gradient = Moments(size * size, size)
-    return Passage(name, downstream, upstream, "float16", gradient, Moments(1.0, 1.0), 8)
+    return CutStatistics(name, downstream, upstream, "float16", gradient, Moments(1.0, 1.0), 8)
 
 
 def test_5_three_layers_accumulate_to_128():
@@ -324,7 +324,7 @@ def test_a_large_sum_is_scaled_down():
     chain = graph(2, ("a", 0, 1))
     found = carry(
         chain,
-        [Passage("a", 0, 1, "float16", loud, loud, 32)],
+        [CutStatistics("a", 0, 1, "float16", loud, loud, 32)],
         [96, 96],
         rule=FREE,
         threshold=1e-3,
@@ -403,7 +403,7 @@ def test_steps_obey_their_bounds_and_do_not_depend_on_what_was_scaled_before(
 ):
     rule = Zhao2019(2.0**layer, 2.0**every)
     formula = Formula(rule, t, FLOAT16)
-    seen = Passage("a", 0, 1, "float16", g, w, terms)
+    seen = CutStatistics("a", 0, 1, "float16", g, w, terms)
     for step in (formula.layer_step(seen, before), formula.cast_step(seen, before)):
         assert step.exponent <= layer
         assert before + step.exponent <= every
@@ -439,7 +439,7 @@ def nets(draw: st.DrawFn):
         weight = draw(st.none() | moments_of())
         gradient = draw(st.none() | moments_of())
         stored = draw(st.sampled_from(["float16", "float32"]))
-        seen.append(Passage(name, down, up, stored, gradient, weight, 9 if weight else 0))
+        seen.append(CutStatistics(name, down, up, stored, gradient, weight, 9 if weight else 0))
     ceilings = draw(st.lists(st.integers(-10, 96), min_size=count, max_size=count))
     return graph(count, *edges, **pins), seen, ceilings
 
@@ -522,7 +522,7 @@ def test_an_overflow_lowers_the_component_that_shows_it_and_is_remembered():
     assert it.plan is not None
     assert it.plan.exponents == (4, 8, 6)
     assert [cut.why for cut in it.plan.active if cut.name == "a"]
-    assert it.next_probe == 6
+    assert it.schedule.next_probe == 6
     it.saw(Record(6, 4, -10, False), 8, SURVEY)
     assert it.plan.exponents == (4, 8, 9), "a clean probe does not lead straight back"
     for step in range(9, 9 + 3 * 8, 3):

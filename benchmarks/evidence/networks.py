@@ -43,8 +43,8 @@ def plain_cnn(width: int = 64, classes: int = 10) -> nn.Module:
     return model
 
 
-def deep_tanh(depth: int = 60, gain: float = 0.9, classes: int = 10) -> nn.Module:
-    """Tanh layers with orthogonal weights, each of which loses a tenth: (n, 64) to (n, classes)."""
+def deep_tanh(depth: int = 30, gain: float = 0.8, classes: int = 10) -> nn.Module:
+    """Tanh layers with orthogonal weights, each of which loses a fifth: (n, 64) to (n, classes)."""
     layers = [Layer(WIDTH, gain, half=False) for _ in range(depth - 1)]
     return nn.Sequential(Layer(64, gain, half=False), *layers, nn.Linear(WIDTH, classes))
 

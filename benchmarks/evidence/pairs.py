@@ -71,7 +71,7 @@ class Pair:
             return self.network().to(device).train()
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Fused where torch can: on the device it then waits for nothing."""
+        """Fused where torch can and the pair does not say otherwise: it then waits for nothing."""
         kinds: dict[str, Any] = {
             "sgd": partial(torch.optim.SGD, momentum=0.9),
             "adam": torch.optim.Adam,
@@ -79,7 +79,7 @@ class Pair:
         }
         fused = all(p.is_cuda for p in model.parameters())
         build = kinds[self.optimizer]
-        return build(model.parameters(), lr=self.rate, fused=fused, **self.options)
+        return build(model.parameters(), lr=self.rate, **{"fused": fused, **self.options})
 
 
 def shrink(pair: Pair) -> Pair:
@@ -115,12 +115,12 @@ PAIRS = (
     ),
     Pair(
         "deep_tanh-digits", DigitImages, networks.deep_tanh,
-        "adam", 3e-4, rows=256, steps=600, warm=False,
+        "adam", 1e-3, rows=256, steps=300,
         of_task={"flat": True}, small={"network": partial(networks.deep_tanh, depth=12)},
     ),
     Pair(
         "plain_cnn-digits", DigitImages, networks.plain_cnn,
-        "sgd", 0.01, rows=128, steps=500, options={"weight_decay": 5e-4},
+        "sgd", 0.003, rows=128, steps=500, options={"weight_decay": 5e-4, "fused": False},
         of_task={"pixels": 32},
         small={"network": partial(networks.plain_cnn, width=4), "of_task": {"pixels": 16}},
     ),
@@ -134,7 +134,7 @@ PAIRS = (
     ),
     Pair(
         "resnet50-digits", DigitImages, partial(vision, "resnet50"),
-        "sgd", 0.05, rows=128, steps=300, warm=False, options={"weight_decay": 1e-4},
+        "sgd", 0.02, rows=128, steps=300, options={"weight_decay": 1e-4},
         of_task={"pixels": 64}, small={"of_task": {"pixels": 32}}, needs="torchvision",
     ),
     Pair(
@@ -168,7 +168,7 @@ PAIRS = (
     Pair(
         "deeplab-masks", DigitMasks,
         partial(vision, "deeplabv3_resnet50", CLASSES, weights_backbone=None),
-        "sgd", 0.02, rows=16, steps=300, options={"weight_decay": 1e-4},
+        "sgd", 0.02, rows=16, steps=300, options={"weight_decay": 1e-4, "fused": False},
         of_task={"pixels": 128, "scenes": 1536, "judged": 160},
         small={"of_task": {"pixels": 64, "scenes": 4, "judged": 2}}, needs="torchvision",
     ),
@@ -184,7 +184,7 @@ PAIRS = (
     ),
     Pair(
         "resnet18-digits", DigitImages, partial(vision, "resnet18"),
-        "sgd", 0.05, rows=128, steps=400, warm=False, options={"weight_decay": 1e-4},
+        "sgd", 0.02, rows=128, steps=400, options={"weight_decay": 1e-4, "fused": False},
         of_task={"pixels": 64}, small={"of_task": {"pixels": 32}}, needs="torchvision",
     ),
     Pair(

@@ -283,7 +283,7 @@ class PreparedScaler:
         # Off the CPU a 0-d bool tensor, so that only who asks for it waits for the device.
         on_host = skipped.device.type == "cpu"
         optimizer._is_overflow = bool(skipped) if on_host else skipped  # type: ignore[assignment]
-        self._joint.after_step(scaler)
+        self._joint.after_step(scaler, bare)
 
     # Checkpoints.
 

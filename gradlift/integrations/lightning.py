@@ -141,6 +141,14 @@ class _Scaling:
         self._overrides.undo()
         self._overrides.set(module, "lr_scheduler_step", lr_scheduler_step)
 
+    # Forward.
+
+    def forward_context(self) -> AbstractContextManager:
+        if self._modules and torch.is_grad_enabled():
+            # Makes the scaler too, which is to see the first pass already.
+            self._joint.before_forward(self.scaler, self._modules)
+        return self._kin().forward_context(self)
+
     # Backward.
 
     def _scale(self, loss: Tensor) -> Tensor:
@@ -222,7 +230,7 @@ class _Scaling:
             self._joint.waits = True  # Fabric does not say how many optimizers there are
         self._joint.before_step(self.scaler, optimizer)
         output = self.scaler.step(optimizer, *args, **kwargs)
-        self._joint.after_step(self.scaler)
+        self._joint.after_step(self.scaler, optimizer)
         return output
 
     def _step_evaluating(
@@ -284,7 +292,8 @@ class GradLiftPrecision(
     Under a Trainer the scale, the number of skipped steps and, where gradients are clipped by
     norm, their norm are logged as ``gradlift/scale``, ``gradlift/skipped_steps`` and
     ``gradlift/grad_norm``. A scheduler with ``interval="step"`` advances once for every step that
-    was taken. Under Fabric and with several optimizers the scale changes at the next backward.
+    was taken. Under Fabric and with several optimizers the scale changes at the next forward pass,
+    if all parameters have been stepped by then, and otherwise at the next backward.
 
     Args:
         scaler: a ``GradScaler``, a policy, a function from the model to a scaler, or None.
@@ -302,9 +311,6 @@ class GradLiftPrecision(
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._desired_input_dtype = torch.float16
         self._begin(scaler, self.device, log)
-
-    def forward_context(self) -> AbstractContextManager:  # type: ignore[override]
-        return self._kin().forward_context(self)
 
     def convert_input(self, data: Any) -> Any:
         return data if self._in_trainer else fabric_plugins.MixedPrecision.convert_input(self, data)

@@ -9,7 +9,7 @@ A function is called once the trainer knows its model, so that a scaler that loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,32 +122,46 @@ class JointUpdate:
 
     Where one backward pass feeds several optimizers, an update after the first of them changes
     the scale under the gradients of the others, which are then unscaled by the wrong number. So
-    with several optimizers the update waits until the next loss is scaled.
+    with several optimizers the update waits until the next loss is scaled; or, where the model's
+    parameters have all been stepped, only until its next forward pass, so that a probe or a search
+    for a cause which the update begins sees that pass.
     """
 
     def __init__(self) -> None:
         self.waits = False
         """Whether several optimizers share the scaler."""
         self._due = False
+        self._stepped: list[torch.optim.Optimizer] = []
 
     def before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step; with a closure no loss was scaled since its last step."""
         if for_trainers.stage(scaler, optimizer) is OptState.STEPPED:
             self.flush(scaler)
 
-    def after_step(self, scaler: GradScaler) -> None:
+    def after_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
         if self.waits:
             self._due = True
+            self._stepped.append(optimizer)
         else:
             scaler.update()
 
     def forget(self) -> None:
         """A state was loaded; what was due belonged to another run."""
-        self._due = False
+        self._due, self._stepped = False, []
+
+    def before_forward(self, scaler: GradScaler, models: Sequence[nn.Module]) -> None:
+        """A forward pass of one of ``models``, all that are trained, is about to begin. The same
+        on all ranks: whose gradients are there may differ, whose parameters they are does not."""
+        if self._due:
+            groups = [group for optimizer in self._stepped for group in optimizer.param_groups]
+            stepped = {id(param) for group in groups for param in group["params"]}
+            trained = (p for model in models for p in model.parameters() if p.requires_grad)
+            if all(id(param) in stepped for param in trained):
+                self.flush(scaler)
 
     def flush(self, scaler: GradScaler) -> None:
         """A loss is about to be scaled, or the state saved."""
         if self._due:
-            self._due = False
+            self._due, self._stepped = False, []
             scaler.update()

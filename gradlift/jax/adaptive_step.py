@@ -102,7 +102,7 @@ def _largest(
     """The exponent of each parameter's largest gradient on any device: int32."""
     found = records.exponents(parameters.largest(out.grads))
     over = axes.deciding(found, before.scale, run.axis_name)
-    return lax.pmax(found, over) if over else found
+    return lax.pmax(axes.vary(found, over), over) if over else found
 
 
 def _bad_loss(out: ValueAndGrad, before: LossScaleState, run: Layerwise) -> jax.Array:

@@ -94,4 +94,5 @@ def deciding(flag: Any, scale: Any, axis_name: AxisName) -> tuple[Any, ...]:
 
 def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Whether ``flag`` is true on all devices of the axes: bool, 0-d."""
-    return lax.pmin(flag.astype(jnp.int32), axes) > 0 if axes else flag
+    # Newer versions of JAX take no axis that the flag is the same over beside one it differs on.
+    return lax.pmin(vary(flag.astype(jnp.int32), axes), axes) > 0 if axes else flag

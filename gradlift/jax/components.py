@@ -12,7 +12,7 @@ scale.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from gradlift.formats import FORMATS
 from gradlift.jax.marks import name_of
 from gradlift.jax.program import Link, Program, Step, inside, kind, numbers
+from gradlift.plan.disjoint_sets import DisjointSets
 from gradlift.plan.potential import Component, Cut, Graph
 
 # Their backward is written by hand.
@@ -76,25 +77,6 @@ def analyse(program: Program, arguments: dict[int, Any], loss: Any) -> Analysis:
     return _Analyst(program, arguments, loss).result()
 
 
-class _Sets:
-    """Disjoint sets of numbers."""
-
-    def __init__(self) -> None:
-        self.parent: dict[int, int] = {}
-
-    def find(self, x: int) -> int:
-        root = x
-        while self.parent.setdefault(root, root) != root:
-            root = self.parent[root]
-        while self.parent[x] != root:
-            self.parent[x], x = root, self.parent[x]
-        return root
-
-    def join(self, xs: Sequence[int]) -> None:
-        for x in xs[1:]:
-            self.parent[self.find(x)] = self.find(xs[0])
-
-
 class _Analyst:
     """Walks the program once forward and once back, then joins."""
 
@@ -105,7 +87,9 @@ class _Analyst:
         self._hand_on()
         self.loss = loss if isinstance(loss, int) else -1
         self.dtypes: dict[int, Any] = {}
-        self.sets = _Sets()
+        self.sets = DisjointSets()
+        self.set_of: defaultdict[int, int] = defaultdict(self.sets.add)
+        """A variable's number in the sets."""
         self.neutral: dict[str, str] = {}
         self.sites: list[Site] = []
         self.site_of: dict[tuple[Node, int], int] = {}
@@ -156,7 +140,9 @@ class _Analyst:
                     self.neutral[name] = f"it is inside {node.eqn.primitive.name}"
             name, outs, ins = node.cut, self._inner(node.outs), self._inner(node.ins)
             if name is None:
-                self.sets.join([*ins, *outs])
+                joined = [self.set_of[x] for x in (*ins, *outs)]
+                for other in joined[1:]:
+                    self.sets.join(joined[0], other)
                 continue
             seen[name] += 1
             key = name if seen[name] == 1 else f"{name}#{seen[name]}"
@@ -181,14 +167,17 @@ class _Analyst:
 
     def _number(self) -> dict[int, int]:
         """Components numbered from the loss backwards."""
-        found = {self.sets.find(self.loss): 0}
+        found = {self._root(self.loss): 0}
         for node in reversed(self.nodes):
             for x in self._inner((*node.outs, *node.ins)):
-                found.setdefault(self.sets.find(x), len(found))
+                found.setdefault(self._root(x), len(found))
         return found
 
+    def _root(self, x: int) -> int:
+        return self.sets.find(self.set_of[x])
+
     def _component(self, x: int) -> int:
-        return self.number[self.sets.find(x)]
+        return self.number[self._root(x)]
 
     def _held(self) -> dict[int, str]:
         """Components that stay at the global scale, with the reason."""

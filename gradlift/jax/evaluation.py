@@ -127,7 +127,7 @@ class Evaluation:
         return mapped(self.shifts, self.tally, *ins)
 
     def _scan(self, step: Step, ins: list[Any]) -> Sequence[Any]:
-        params = step.eqn.params
+        params = kind(step.eqn)[1]
         consts, end = params["num_consts"], params["num_consts"] + params["num_carry"]
         turns = step.inside[::-1] if params["reverse"] else step.inside
         table, one_turn = self._table(turns)

@@ -137,7 +137,8 @@ def kind(eqn: Any) -> tuple[str, Mapping[str, Any]]:
     """What an equation is, and its parameters.
 
     Newer versions of JAX can have ``checkpoint`` and ``checkpoint_name`` as objects inside one
-    primitive, which is also what users make primitives of their own with.
+    primitive, which is also what users make primitives of their own with, and have the groups of
+    a scan's inputs in a tree.
     """
     wrapped = eqn.params.get("_prim")
     if hasattr(wrapped, "jaxpr") and hasattr(wrapped, "policy"):
@@ -145,6 +146,9 @@ def kind(eqn: Any) -> tuple[str, Mapping[str, Any]]:
         return "remat", known
     if type(wrapped).__name__ == "CheckpointName":
         return "name", {}
+    if eqn.primitive.name == "scan" and "ft_in" in eqn.params:
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return "scan", {**eqn.params, "num_consts": len(consts), "num_carry": len(carry)}
     return eqn.primitive.name, eqn.params
 
 
@@ -262,7 +266,7 @@ class _Flattening:
 
     def scan(self, step: Step) -> None:
         """Every turn by itself."""
-        params = step.eqn.params
+        params = kind(step.eqn)[1]
         consts, carried = params["num_consts"], params["num_carry"]
         avals_in, avals_out = _avals(params["jaxpr"])
         carry, turns = step.ins[consts : consts + carried], []

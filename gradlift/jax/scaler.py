@@ -212,7 +212,7 @@ class Adaptive:
             self._steps += steps
         if state.bins is not None or pilot.searching or self._steps - self._looked >= LOOK:
             state = self._look(state)
-        if self._steps >= pilot.next_probe and not any(map(_surveys, self._queue)):
+        if self._steps >= pilot.schedule.next_probe and not any(map(_surveys, self._queue)):
             sites = self._check(state)[1].analysis.sites
             state = state.replace(bins=_like(np.zeros((len(sites), BINS)), state.offsets))
         return state

@@ -7,7 +7,6 @@ CSV file) would not see what ours adds.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
@@ -16,6 +15,7 @@ import keras
 
 from gradlift.floor import react
 from gradlift.keras.optimizer import LossScaleOptimizer
+from gradlift.troubleshooting import warn
 
 ops: Any = keras.ops
 
@@ -73,10 +73,11 @@ class LossScaleLogger(keras.callbacks.Callback):
         model: Any = self.model
         optimizer = model.optimizer
         if not optimizer.has_scaled_a_loss:
-            warnings.warn(
-                "the train step applied gradients and never called optimizer.scale_loss(loss): "
-                "apply() divides them by the scale, so they are too small by that factor",
-                RuntimeWarning,
+            warn(
+                "gradlift: the train step applied gradients and never called "
+                "optimizer.scale_loss(loss): apply() divides them by the scale, so they "
+                "are too small by that factor",
+                "keras-the-train-step-never-called-scale_loss",
                 stacklevel=2,
             )
         finite, self._at_floor = not self._at_floor, False

@@ -6,13 +6,14 @@ it is, never by what was called last: a step may be dropped between the two call
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
 
 import keras
+
+from gradlift.troubleshooting import warn
 
 ops: Any = keras.ops
 
@@ -71,11 +72,12 @@ class Pending:
                 "say which they are with apply(..., unscaled=True) or unscaled=False"
             )
         if asked and not true and not all(self._scaled.get(id(g)) is g for g in given):
-            warnings.warn(
-                "apply() takes gradients that get_unscaled_gradients() did not return for scaled "
-                "ones and divides them by the scale: if they were made from true ones, for "
-                "instance by clipping, say apply(..., unscaled=True), and otherwise unscaled=False",
-                RuntimeWarning,
+            warn(
+                "gradlift: apply() takes gradients that get_unscaled_gradients() did not return "
+                "for scaled ones and divides them by the scale: if they were made from true ones, "
+                "for instance by clipping, say apply(..., unscaled=True), and otherwise "
+                "unscaled=False",
+                "keras-apply-takes-gradients-for-scaled-ones",
                 stacklevel=3,
             )
         return true > 0

@@ -7,7 +7,7 @@ Pure: histograms, graphs and plans are plain data, the same on every rank and in
 from gradlift.plan.forecast import growth, predict
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import BINS, Histogram
-from gradlift.plan.plan import ActiveCut, Plan, Planned
+from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent
 from gradlift.plan.planner import choose
 from gradlift.plan.potential import Interval
 
@@ -20,7 +20,7 @@ __all__ = [
     "Histogram",
     "Interval",
     "Plan",
-    "Planned",
+    "PlannedComponent",
     "choose",
     "growth",
     "predict",

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from gradlift.formats import Format
 from gradlift.plan.histogram import Histogram
@@ -44,9 +45,13 @@ LOWEST = 4
 # Bits by which what shows only zeros must have risen to be worth another look.
 HIGHER = 3
 
-ONLY_ZEROS = "shows only zeros"
-LOWEST_OCTAVE = "has much of its gradient in the lowest octave in sight"
-NOT_FINITE = "was not finite"
+
+class OutOfSight(Enum):
+    """What a record cannot show, and another look may; the value is the reason in words."""
+
+    ONLY_ZEROS = "shows only zeros"
+    LOWEST_OCTAVE = "has much of its gradient in the lowest octave in sight"
+    NOT_FINITE = "was not finite"
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,8 @@ class Bounds:
     """What one component allows."""
 
     interval: Interval
-    unseen: str = ""
-    """What calls for another look, in words; empty when all was in sight."""
+    out_of_sight: OutOfSight | None = None
+    """What calls for another look; None when all was in sight."""
     shown: int = MIN_EXPONENT
     """The exponent at which the format itself would show no more than the record did."""
     look: int = MIN_EXPONENT
@@ -71,11 +76,11 @@ class Bounds:
 
     def helps(self, exponent: int) -> bool:
         """Whether another look, at this exponent, can show what was out of sight."""
-        if self.unseen == NOT_FINITE:
+        if self.out_of_sight is OutOfSight.NOT_FINITE:
             return True
         # A bit or two higher, zeros are zeros still.
-        least = self.shown + (HIGHER if self.unseen == ONLY_ZEROS else 1)
-        return bool(self.unseen) and exponent >= least
+        least = self.shown + (HIGHER if self.out_of_sight is OutOfSight.ONLY_ZEROS else 1)
+        return self.out_of_sight is not None and exponent >= least
 
     def raised(self, to: int) -> Bounds:
         """With an upper end of at least this, out of what is reserved as far as that goes."""
@@ -108,11 +113,12 @@ def find_bounds(
     interval, reserved = _clamped(low, high), free - high
     shown = format.min_subnormal - histogram.floor
     if histogram.nonfinite:
-        return Bounds(interval, NOT_FINITE, shown, reserved=reserved)
+        return Bounds(interval, OutOfSight.NOT_FINITE, shown, reserved=reserved)
     climb = max(_climb(tensor, tolerance, largest_climb(format)) for tensor in histogram.each)
     if climb and shown < high and shown + climb <= MAX_EXPONENT:
-        return Bounds(interval, LOWEST_OCTAVE, shown, shown + climb, reserved)
-    return Bounds(interval, ONLY_ZEROS if histogram.dark else "", shown, reserved=reserved)
+        return Bounds(interval, OutOfSight.LOWEST_OCTAVE, shown, shown + climb, reserved)
+    dark = OutOfSight.ONLY_ZEROS if histogram.dark else None
+    return Bounds(interval, dark, shown, reserved=reserved)
 
 
 def _in_sight(

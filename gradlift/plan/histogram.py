@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from gradlift.formats import Format, get
@@ -134,12 +135,7 @@ class Histogram:
         """Finite elements other than zero."""
         return sum(count for _, count in self.counts)
 
-    @property
-    def zero_fraction(self) -> float:
-        """Zeros among the finite elements; 0 without any."""
-        return self.zeros / max(self.zeros + self.nonzero, 1)
-
-    @property
+    @cached_property
     def peak(self) -> int | None:
         """Exponent of the largest value that must fit: activation and parameter gradients.
 
@@ -151,15 +147,15 @@ class Histogram:
         seen += [self.ceiling + 1] if self.nonfinite else []
         return max(seen, default=None)
 
-    @property
+    @cached_property
     def each(self) -> tuple[Histogram, ...]:
         """The histograms of its tensors; itself, without parameters, if it is of one."""
         return self.tensors or (replace(self, parameters=None),)
 
-    @property
+    @cached_property
     def magnitude(self) -> float:
         """The sum of the finite magnitudes, each as a power of two; 0 where it underflows."""
-        return sum(_times(count, at) for at, count in self.counts)
+        return sum(math.ldexp(count, at) for at, count in self.counts)
 
     def below(self, exponent: int) -> int:
         """Non-zero elements that are smaller than 2**exponent."""
@@ -167,7 +163,7 @@ class Histogram:
 
     def magnitude_below(self, exponent: int) -> float:
         """What the elements smaller than 2**exponent add to ``magnitude``."""
-        return sum(_times(count, at) for at, count in self.counts if at < exponent)
+        return sum(math.ldexp(count, at) for at, count in self.counts if at < exponent)
 
     def lowest_kept(self, tolerance: float) -> int | None:
         """The exponent from which on elements must be kept, if ``tolerance`` of them may go.
@@ -188,14 +184,10 @@ class Histogram:
         """
         allowed, gone = tolerance * self.magnitude, 0.0
         for at, count in self.counts:
-            gone += _times(count, at)
+            gone += math.ldexp(count, at)
             if gone > allowed:
                 return at
         return self.counts[-1][0] if self.counts else None
-
-
-def _times(count: int, exponent: int) -> float:
-    return math.ldexp(float(count), exponent)
 
 
 def _order(histogram: Histogram) -> tuple[Any, ...]:

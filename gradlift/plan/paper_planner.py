@@ -24,8 +24,8 @@ from gradlift.plan.graph import Component, Graph
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import (
     PASS,
+    CutStatistics,
     Formula,
-    Passage,
     Step,
     Zhao2019,
     fork,
@@ -37,7 +37,7 @@ Place = tuple[str, int, int]
 """A cut: its name, its downstream and its upstream component."""
 
 
-class Carried(NamedTuple):
+class PaperExponents(NamedTuple):
     """An exponent for each component, and why a cut is active."""
 
     exponents: list[int]
@@ -50,18 +50,18 @@ class _Branch(NamedTuple):
     name: str
     downstream: int
     upstream: int
-    passage: Passage | None
+    passage: CutStatistics | None
 
 
 def carry(
     graph: Graph,
-    passages: Sequence[Passage],
+    passages: Sequence[CutStatistics],
     ceilings: Sequence[int],
     *,
     rule: Zhao2019,
     threshold: float,
     format: Format,
-) -> Carried:
+) -> PaperExponents:
     """An exponent for every component, from the loss backwards.
 
     Components are taken twice. A branch that comes back to where it started, as in a residual
@@ -81,10 +81,10 @@ def carry(
         for component in walk.order:
             walk.settle(component)
     exponents = [walk.exponent(i) for i in range(len(graph.components))]
-    return Carried(exponents, walk.reasons(exponents))
+    return PaperExponents(exponents, walk.reasons(exponents))
 
 
-def lower(graph: Graph, last: Sequence[int], ceilings: Sequence[int]) -> Carried:
+def lower(graph: Graph, last: Sequence[int], ceilings: Sequence[int]) -> PaperExponents:
     """The last exponents, none above its ceiling: all that can be said without statistics."""
     pinned = graph.pinned
     loss = min(last[graph.loss], *(ceilings[i] - offset for i, offset in pinned.items()))
@@ -92,7 +92,7 @@ def lower(graph: Graph, last: Sequence[int], ceilings: Sequence[int]) -> Carried
         loss + pinned[i] if i in pinned else min(exponent, ceilings[i])
         for i, exponent in enumerate(last)
     ]
-    return Carried([_clamped(e) for e in exponents], {})
+    return PaperExponents([_clamped(e) for e in exponents], {})
 
 
 class _Backwards:
@@ -101,7 +101,7 @@ class _Backwards:
     def __init__(
         self,
         graph: Graph,
-        passages: Sequence[Passage],
+        passages: Sequence[CutStatistics],
         ceilings: Sequence[int],
         formula: Formula,
     ) -> None:
@@ -114,7 +114,7 @@ class _Backwards:
         self.entering: defaultdict[int, list[_Branch]] = defaultdict(list)
         for branch in _branches(graph, passages):
             self.entering[self._home(branch.upstream)].append(branch)
-        self.casts: defaultdict[int, list[Passage]] = defaultdict(list)
+        self.casts: defaultdict[int, list[CutStatistics]] = defaultdict(list)
         for passage in passages:
             if is_narrow(passage.format) and self._casts(passage.downstream):
                 self.casts[passage.downstream].append(passage)
@@ -209,7 +209,7 @@ def _pinned(component: Component) -> str:
     return f"{component.name} is pinned at {component.pinned:+d} from the loss"
 
 
-def _branches(graph: Graph, passages: Sequence[Passage]) -> list[_Branch]:
+def _branches(graph: Graph, passages: Sequence[CutStatistics]) -> list[_Branch]:
     """The cuts with what was seen of them, and layers whose cut leads around in a component."""
     seen = {(p.name, p.downstream, p.upstream): p for p in passages}
     cuts = [

@@ -33,23 +33,20 @@ from gradlift.plan.bounds import largest_climb
 from gradlift.plan.forecast import growth, predict
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import Histogram
+from gradlift.plan.module_offsets import ModuleOffsets
+from gradlift.plan.overflows_above import OverflowsAbove
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose, overflowed_first
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
-from gradlift.zhao2019 import Passage, Zhao2019, check_same, name_of, resolve
+from gradlift.plan.probe_schedule import ProbeSchedule
+from gradlift.zhao2019 import CutStatistics, Zhao2019, check_same, name_of, resolve
 
 DEFAULT_INTERVAL = 200
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
 # before the exponent rises. One batch may have gradients far smaller than the next.
 PATIENCE = saved.PATIENCE
-# Probes in a row that may find something out of sight before it is left for the next turn.
-MOST_IN_A_ROW = 12
 # Probes whose largest gradients are remembered for the forecast.
 REMEMBERED = saved.REMEMBERED
-# Probes that may pass by a module before its exponent is forgotten.
-MOST_UNMET = 8
-# Overflows in components above the global exponent, within an interval, that cost them theirs.
-MOST_ABOVE = 2
 # Where torch's scaler begins, and the clean steps after which it doubles its scale.
 TORCH_EXPONENT, TORCH_INTERVAL = 16, 2000
 
@@ -84,7 +81,7 @@ class Survey:
     """For each component; None where nothing was recorded."""
     owners: Mapping[str, int]
     """The component that computes each parameter's gradient."""
-    passages: tuple[Passage, ...] = ()
+    passages: tuple[CutStatistics, ...] = ()
     """What the paper's rule needs of each cut; empty under the range rule."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,40 +124,27 @@ class Pilot:
         backoff: int = 4,
     ) -> None:
         self.format, self.rule = get(format), resolve(rule, tolerance)
-        self.tolerance, self.headroom, self.layerwise = tolerance, headroom, layerwise
-        self.interval = DEFAULT_INTERVAL if interval is None else interval
-        self.backoff = backoff
+        self.tolerance, self.headroom, self.backoff = tolerance, headroom, backoff
+        steps = DEFAULT_INTERVAL if interval is None else interval
+        self.schedule = ProbeSchedule(steps, few_bits=self.format.saturates)
+        """When to probe."""
+        self.above = OverflowsAbove(layerwise, steps)
+        """Whether components may have exponents of their own."""
         self.plan: Plan | None = None
-        self.next_probe = 0
+        self._offsets = ModuleOffsets()
         self._limit = self.format.max_exponent - headroom
         self._history: list[int | None] = []
         self._shifts: list[tuple[int, int]] = []
-        self._in_a_row = 0
         self._peaks: dict[str, list[tuple[int, int | None]]] = {}
-        self._offsets: dict[str, int] = {}
-        self._past: tuple[int, dict[str, int]] = (-1, {})
-        """The offsets before these, and the last step that ran at them."""
-        self._unmet: dict[str, int] = {}
-        """Probes in a row that did not meet a module."""
         self._graph: Graph | None = None
         self._owners: dict[str, int] = {}
-        self._above: list[int] = []
-        """Steps that overflowed above the global exponent alone."""
-        self._one_scale = not layerwise
         self._clean: int | None = None
         """Under torch's rule, the clean steps since the scale has changed."""
-        self._unplanned = (-self.interval, 1, -self.interval)
-        """The step probed last, how long after it an unplanned graph has to wait for the next, and
-        when there was such a graph last."""
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Offsets from the loss's exponent, by key; empty without a plan.
-
-        What an earlier plan said of modules that the last probe did not meet stays for some
-        probes more: a layer may be dropped in one step and be back in the next.
-        """
-        return dict(self._offsets)
+        """Offsets from the loss's exponent, by key; empty without a plan."""
+        return dict(self._offsets.current)
 
     @property
     def parameter_offsets(self) -> dict[str, int]:
@@ -186,27 +170,12 @@ class Pilot:
     @property
     def searching(self) -> bool:
         """Whether nothing is known yet, or the last probe had something out of sight."""
-        return not self._history or 0 < self._in_a_row < MOST_IN_A_ROW
+        return not self._history or self.schedule.searching
 
     @property
     def blind(self) -> bool:
         """Whether torch's own rule is followed, for want of anything in sight."""
         return self._clean is not None
-
-    def met_unplanned(self, step: int) -> None:
-        """Takes note that a graph came along that the plan was not made for.
-
-        It brings the next probe forward to ``step``. But where routing depends on the data there
-        may be one in every step: those that follow each other within an interval wait twice as
-        long each time, and a step more: by powers of two alone a graph that comes in every fourth
-        step might never be met.
-        """
-        probed, wait, met = self._unplanned
-        wait = 1 if step - met > self.interval else wait
-        if probed + wait <= step < self.next_probe:
-            self.next_probe = step
-            wait = min(2 * wait + 1, self.interval)
-        self._unplanned = probed, wait, step
 
     def saw(
         self,
@@ -227,17 +196,19 @@ class Pilot:
             blind: whether the step was to be probed and there was nothing to look at, or no probe
                 can be taken at all.
         """
-        before, offsets = record.exponent + self._shifted_since(record.step), self._offsets
+        before, offsets = record.exponent + self._shifted_since(record.step), self._offsets.current
         backed_off = record.overflow and not record.bad_loss
         # The scale that is in force now, as far as anybody knows.
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
         if record.went_on is not None:
             expected = record.went_on + before - record.exponent
-        stale = record.overflow or (record.went_on is None and record.step <= self._past[0])
+        stale = record.overflow or (
+            record.went_on is None and record.step <= self._offsets.past_until
+        )
         self._history = [*self._history, None if stale else record.amax][-PATIENCE:]
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
-            self.next_probe = now + self._wait(now)
+            self.schedule.probe_after(now)
         if survey is not None and not record.bad_loss:
             target = self._surveyed(record, now, survey, expected)
         elif blind or self.blind:
@@ -253,8 +224,8 @@ class Pilot:
             self._shifts.append((now, target - expected))
         if self.plan is not None and target != self.plan.global_exponent:
             self.plan = self.plan.shifted(target - self.plan.global_exponent)
-        if self._offsets != offsets:
-            self._past = now, offsets
+        if self._offsets.current != offsets:
+            self._offsets.keep_past(now, offsets)
         return target - expected
 
     def _shifted_since(self, step: int) -> int:
@@ -265,18 +236,19 @@ class Pilot:
         if all(h is None or h.peak is None for h in survey.histograms):
             # Nothing but zeros: a look as high as torch's scaler begins, and no higher.
             target = min(expected + largest_climb(self.format), max(expected, TORCH_EXPONENT))
-            self.next_probe = now + (1 if target > expected else self._wait(now))
+            self.schedule.probe_after(now, at_once=target > expected)
             return target
         self._clean = None
-        self._unplanned = record.step, *self._unplanned[1:]
+        self.schedule.probed(record.step)
         if not record.overflow:
-            self._one_scale = not self.layerwise
+            self.above.end_by_clean_probe()
             return self._planned(record, now, survey)
         first = overflowed_first(survey.graph, survey.histograms)
         if self.plan is None or self.plan.overflowed:
             dropped = self._note_above(record, _modules(survey.graph, first))
             target = self._planned(record, now, survey)
-            self.next_probe = now + self._wait(now) if dropped else self.next_probe
+            if dropped:
+                self.schedule.probe_after(now)
             # How far it is nobody knows, and every step that overflows again is lost.
             return target - self.backoff * (target < expected + self.backoff)
         # The first overflow may be one batch's alone, and how far it went says nothing about the
@@ -285,10 +257,10 @@ class Pilot:
         return self._lowered(record, now, first)
 
     def _planned(self, record: Record, now: int, survey: Survey) -> int:
-        graph = self._held(survey.graph)
+        graph = self.above.held(survey.graph)
         before = _reach(survey, self._offsets_at(record.step, graph))
         self._graph, self._owners = graph, dict(survey.owners)
-        self._forget_unmet(graph)
+        self._offsets.forget_unmet(graph)
         forecast = self._forecast(record.step, graph, survey.histograms)
         plan = self._choose(record, graph, survey.histograms, forecast, survey.passages)
         target = plan.global_exponent
@@ -299,11 +271,10 @@ class Pilot:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.
             own = record.amax + moved
-            self._limit = plan.limit(max(own, *self._known) if self.format.saturates else own)
+            self._limit = plan.limit(max([own, *self._known]) if self.format.saturates else own)
         if self._at_stake:
             target = min(target, self._limit - max(self._known, default=-MAX_EXPONENT))
-        self._in_a_row = self._in_a_row + 1 if plan.probe_again else 0
-        self.next_probe = now + (1 if 0 < self._in_a_row < MOST_IN_A_ROW else self._wait(now))
+        self.schedule.planned(now, probe_again=plan.probe_again)
         return target
 
     def _choose(
@@ -312,7 +283,7 @@ class Pilot:
         graph: Graph,
         histograms: Sequence[Histogram | None],
         forecast: Sequence[int] | None = None,
-        passages: Sequence[Passage] = (),
+        passages: Sequence[CutStatistics] = (),
     ) -> Plan:
         here = record.exponent + self._shifted_since(record.step)
         self.plan = choose(
@@ -326,67 +297,27 @@ class Pilot:
             rule=self.rule,
             passages=passages,
         )
-        if self._one_scale and self.layerwise:
-            self.plan = replace(self.plan, reasons=(*self.plan.reasons, self._dropped))
-        planned = zip(self.plan.components, self.plan.offsets, strict=True)
-        found = {key: offset for component, offset in planned for key in component.modules}
-        self._offsets = {**self._offsets, **found}
+        self.plan = replace(self.plan, reasons=(*self.plan.reasons, *self.above.reasons))
+        self._offsets.take(self.plan)
         return self.plan
-
-    def _forget_unmet(self, graph: Graph) -> None:
-        """Forgets the exponents of modules that have not been met for long."""
-        met = {key for component in graph.components for key in component.modules}
-        self._unmet = {key: self._unmet.get(key, 0) + 1 for key in self._offsets.keys() - met}
-        gone = {key for key, probes in self._unmet.items() if probes > MOST_UNMET}
-        self._offsets = {key: at for key, at in self._offsets.items() if key not in gone}
-
-    def _held(self, graph: Graph) -> Graph:
-        """The graph, at one exponent throughout if that is how it is to run."""
-        if not self._one_scale:
-            return graph
-        return replace(graph, components=tuple(replace(c, pinned=0) for c in graph.components))
-
-    # Overflows above the global exponent, which one scale would not have had.
-
-    @property
-    def _dropped(self) -> str:
-        steps = " and ".join(map(str, self._above))
-        return (
-            f"parts above the loss scale, and they alone, overflowed in steps {steps}; one "
-            "exponent for all until a probe is clean"
-        )
-
-    def _offset_at(self, step: int, module: str) -> int:
-        """What a module ran at in a step; the plan may have changed since."""
-        until, past = self._past
-        return (past if step <= until else self._offsets).get(module, 0)
 
     def _offsets_at(self, step: int, graph: Graph) -> list[int]:
         """What the components of a graph ran at."""
         modules = _modules(graph, range(len(graph.components)))
-        return [self._offset_at(step, module) for module in modules]
+        return [self._offsets.at(step, module) for module in modules]
 
-    def _note_above(self, record: Record, modules: Collection[str]) -> bool:
-        """Counts an overflow against the plan if it was in modules above the loss scale alone.
-
-        Returns:
-            Whether it was one too many, so that exponents of their own are dropped. The next probe,
-            which may bring them back, then has time.
-        """
-        known = [self._offset_at(record.step, module) for module in modules]
-        if not known or min(known) <= 0:
-            return False
-        recent = [step for step in self._above if record.step - step < self.interval]
-        self._above = [*recent, record.step][-MOST_ABOVE:]
-        self._one_scale = self._one_scale or len(self._above) == MOST_ABOVE
-        return self._one_scale
+    def _note_above(self, record: Record, modules: Iterable[str]) -> bool:
+        """Whether an overflow in these modules has cost components exponents of their own."""
+        return self.above.note(
+            record.step, [self._offsets.at(record.step, module) for module in modules]
+        )
 
     def _backed_off(
         self, record: Record, now: int, overflowed: Sequence[str], expected: int
     ) -> int:
         """An overflow in a step without a probe: lower it where the first parameters show it."""
         if self.plan is None or self._graph is None:
-            self.next_probe = min(self.next_probe, now + 1)
+            self.schedule.probe_by(now + 1)
             return expected
         hit = {self._owners[name] for name in overflowed if name in self._owners}
         depth = _depths(self._graph)
@@ -398,9 +329,9 @@ class Pilot:
         """A plan in which components that overflowed are lower by as much as is usual."""
         assert self._graph is not None
         dropped = self._note_above(record, _modules(self._graph, where))
-        self.next_probe = now + (self._wait(now) if dropped else 1)
-        self._graph = self._held(self._graph)
-        ran_at, offsets = self._offsets_at(record.step, self._graph), self._offsets
+        self.schedule.probe_after(now, at_once=not dropped)
+        self._graph = self.above.held(self._graph)
+        ran_at, offsets = self._offsets_at(record.step, self._graph), self._offsets.current
         histograms = [
             Histogram.overflowed(record.exponent + ran_at[i], component.format or self.format)
             if i in where
@@ -408,18 +339,10 @@ class Pilot:
             for i, component in enumerate(self._graph.components)
         ]
         target = self._choose(record, self._graph, histograms).global_exponent
-        if self._offsets != offsets and record.went_on is None:
+        if self._offsets.current != offsets and record.went_on is None:
             # The largest gradients were those of a part that is lower now.
             self._history = [None for _ in self._history]
         return target
-
-    def _wait(self, now: int) -> int:
-        """Early on gradients change fast: look at twice the step, then at every interval.
-
-        Where there are few bits to spare, look after a quarter of the steps so far.
-        """
-        early = max(now // 4, 3) if self.format.saturates else max(now, 8)
-        return min(early, self.interval)
 
     def _forecast(
         self, step: int, graph: Graph, histograms: Sequence[Histogram | None]
@@ -434,7 +357,9 @@ class Pilot:
             # No further than something was seen: a line through three steps means little.
             seen = [at for at, peak in known if peak is not None]
             found.append(
-                growth(steps, peaks, min(self.interval, max(seen) - min(seen) if seen else 0))
+                growth(
+                    steps, peaks, min(self.schedule.interval, max(seen) - min(seen) if seen else 0)
+                )
             )
         return found
 
@@ -451,14 +376,14 @@ class Pilot:
         if self.plan is None:
             if record.amax is not None:
                 # Nothing but zeros was in sight, and now there is something.
-                self.next_probe = min(self.next_probe, now + 1)
+                self.schedule.probe_by(now + 1)
             return expected
         if not self._at_stake or record.went_on is not None:
             return expected
         target = predict(expected, self._history, limit=self._limit, patience=PATIENCE)
         if target < expected and self.plan.active:
             # Perhaps it is one part alone that has grown, and the others could stay.
-            self.met_unplanned(now + 1)
+            self.schedule.met_unplanned(now + 1)
         # The paper's rule asks for no more than it needs, and does not move between probes.
         return min(target, expected) if self.rule else target
 
@@ -479,21 +404,16 @@ class Pilot:
             "rule": name_of(self.rule),
             "format": self.format.name,
             "plan": self.plan and self.plan.to_dict(),
-            "next_probe": self.next_probe,
             "limit": self._limit,
             "history": list(self._history),
             "shifts": [list(shift) for shift in self._shifts],
-            "in_a_row": self._in_a_row,
             "graph": self._graph and asdict(self._graph),
             "owners": dict(self._owners),
-            "offsets": dict(self._offsets),
             "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
-            "past": [self._past[0], dict(self._past[1])],
-            "unmet": dict(self._unmet),
-            "above": list(self._above),
-            "one_scale": self._one_scale,
             "clean": self._clean,
-            "unplanned": list(self._unplanned),
+            **self._offsets.to_dict(),
+            **self.above.to_dict(),
+            **self.schedule.to_dict(),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -509,13 +429,13 @@ class Pilot:
     def follow(self, read: Mapping[str, Any]) -> None:
         """Goes on from a state that ``saved.PILOT`` has read."""
         self.plan, self._limit = read["plan"], read["limit"]
-        self._in_a_row, self.next_probe = read["in_a_row"], read["next_probe"]
         self._history, self._shifts = list(read["history"]), list(read["shifts"])
-        self._peaks, self._offsets = dict(read["peaks"]), dict(read["offsets"])
+        self._peaks, self._clean = dict(read["peaks"]), read["clean"]
         self._graph, self._owners = read["graph"], dict(read["owners"])
-        self._unmet, self._above = dict(read["unmet"]), list(read["above"])
-        self._one_scale, self._clean = read["one_scale"], read["clean"]
-        self._unplanned, self._past = read["unplanned"], read["past"]
+        # New parts: a copy of this pilot may be asked first whether a state can be loaded.
+        self._offsets = ModuleOffsets.resumed(read)
+        self.above = self.above.resumed(read["above"], read["one_scale"])
+        self.schedule = self.schedule.resumed(read)
 
     def check(self, data: Any) -> None:
         """Refuses a state of another rule, or of another format: its exponents would not fit.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from gradlift import schema
 from gradlift.formats import FORMATS, Format, get
-from gradlift.plan.bounds import ANY, NOT_FINITE
+from gradlift.plan.bounds import ANY, OutOfSight
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
 from gradlift.schema import Mismatch
@@ -40,7 +41,7 @@ class ActiveCut:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedComponent:
     """A component's exponent, where it comes from, and what is remembered for the next plan."""
 
     modules: tuple[str, ...]
@@ -69,7 +70,7 @@ class Plan:
     that they are."""
     loss: int
     """Index of the loss's component."""
-    components: tuple[Planned, ...]
+    components: tuple[PlannedComponent, ...]
     active: tuple[ActiveCut, ...] = ()
     reasons: tuple[str, ...] = ()
     """Why another probe is needed; empty when it is not."""
@@ -82,7 +83,8 @@ class Plan:
         """
         exponents = [exponent + (c.pinned or 0) for c in graph.components]
         planned = tuple(
-            Planned(c.modules, e, ANY) for c, e in zip(graph.components, exponents, strict=True)
+            PlannedComponent(c.modules, e, ANY)
+            for c, e in zip(graph.components, exponents, strict=True)
         )
         cuts = active_cuts(graph, [ANY] * len(planned), exponents)
         return cls(get(format).name, graph.loss, planned, cuts)
@@ -92,7 +94,7 @@ class Plan:
         """The exponent of each component."""
         return tuple(planned.exponent for planned in self.components)
 
-    @property
+    @cached_property
     def global_exponent(self) -> int:
         """The loss's exponent: log2 of the global loss scale."""
         return self.components[self.loss].exponent
@@ -110,7 +112,7 @@ class Plan:
     @property
     def overflowed(self) -> bool:
         """Whether something was not finite when it was last looked at."""
-        return any(reason.endswith(NOT_FINITE) for reason in self.reasons)
+        return any(reason.endswith(OutOfSight.NOT_FINITE.value) for reason in self.reasons)
 
     @property
     def one_exponent_serves(self) -> bool:
@@ -118,11 +120,11 @@ class Plan:
         return not self.active
 
     @property
-    def squeezed(self) -> tuple[Planned, ...]:
+    def squeezed(self) -> tuple[PlannedComponent, ...]:
         """Components whose gradients do not fit: kept from overflowing, they lose small ones."""
         return tuple(planned for planned in self.components if planned.interval.empty)
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Bits by which all exponents may rise before the first one leaves its interval."""
         return min(planned.interval.high - planned.exponent for planned in self.components)
@@ -207,7 +209,7 @@ NAMES = schema.list_of(schema.text, make=tuple)
 def _fits_together(
     format: str,
     loss: int,
-    components: tuple[Planned, ...],
+    components: tuple[PlannedComponent, ...],
     active: tuple[ActiveCut, ...],
     reasons: tuple[str, ...],
 ) -> Plan:
@@ -231,7 +233,7 @@ def _fits_together(
 
 
 _PLANNED = schema.record(
-    make=Planned,
+    make=PlannedComponent,
     modules=NAMES,
     exponent=schema.whole(_SHIFTED.low, _SHIFTED.high),
     interval=schema.row(

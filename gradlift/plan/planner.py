@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlift.formats import Format, get
-from gradlift.plan.bounds import ANY, NOT_FINITE, Bounds, find_bounds, largest_climb
+from gradlift.plan.bounds import ANY, Bounds, OutOfSight, find_bounds, largest_climb
 from gradlift.plan.graph import Component, Graph
 from gradlift.plan.histogram import Histogram
-from gradlift.plan.paper_planner import Carried, carry, lower
-from gradlift.plan.plan import ActiveCut, Plan, Planned, active_cuts
+from gradlift.plan.paper_planner import PaperExponents, carry, lower
+from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
 from gradlift.plan.potential import MAX_EXPONENT, Interval, fewest_cuts, meet
-from gradlift.zhao2019 import Passage, Zhao2019
+from gradlift.zhao2019 import CutStatistics, Zhao2019
 
 # Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
 # multiplication in every step, and between probes the exponent follows the gradients anyway. With
@@ -51,7 +51,7 @@ def choose(
     last: Plan | None = None,
     forecast: Sequence[int] | None = None,
     rule: Zhao2019 | None = None,
-    passages: Sequence[Passage] = (),
+    passages: Sequence[CutStatistics] = (),
 ) -> Plan:
     """An exponent for every component.
 
@@ -128,7 +128,7 @@ def check_limits(tolerance: float, headroom: int) -> None:
         raise ValueError(f"headroom is a whole number of bits from 0 to 15, got {headroom!r}")
 
 
-def _before(graph: Graph, last: Plan | None) -> list[Planned | None]:
+def _before(graph: Graph, last: Plan | None) -> list[PlannedComponent | None]:
     """Each component in the last plan, by its modules where those are unique."""
     known = last.components if last else ()
     if tuple(c.modules for c in known) == tuple(c.modules for c in graph.components):
@@ -157,7 +157,7 @@ def _spread(graph: Graph, histograms: Sequence[Histogram | None]) -> set[int]:
 def _bounds(
     histogram: Histogram | None,
     format: Format,
-    before: Planned | None,
+    before: PlannedComponent | None,
     spread: bool,
     tolerance: float,
     headroom: int,
@@ -177,13 +177,13 @@ def _bounds(
     )
 
 
-def _let_down(bounds: Bounds, before: Planned | None, last: Plan) -> Bounds:
+def _let_down(bounds: Bounds, before: PlannedComponent | None, last: Plan) -> Bounds:
     """An overflow raises no upper end; one that was never measured comes down to the loss's.
 
     What had shown nothing but zeros was where its neighbours are, and nobody knows how large it
     has become.
     """
-    if before is None or bounds.unseen != NOT_FINITE:
+    if before is None or bounds.out_of_sight is not OutOfSight.NOT_FINITE:
         return bounds
     cap, loss = before.interval.high, last.global_exponent
     if before.exponent > loss and cap == MAX_EXPONENT > bounds.interval.high:
@@ -203,7 +203,7 @@ def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
     needed = max(interval.low for interval in usable)
     lowest = min(interval.high for interval in usable)
     held = set(graph.pinned.values()) == {0}
-    burnt = any(b.unseen == NOT_FINITE and b.interval.high < needed for b in found)
+    burnt = any(b.out_of_sight is OutOfSight.NOT_FINITE and b.interval.high < needed for b in found)
     if not held or burnt or needed <= lowest:
         return found
     if len(graph.pinned) == len(found):
@@ -217,7 +217,7 @@ def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
 def _settle(
     graph: Graph,
     usable: Sequence[Interval],
-    before: Sequence[Planned | None],
+    before: Sequence[PlannedComponent | None],
     headroom: int,
     settled: bool,
 ) -> list[int]:
@@ -299,7 +299,7 @@ Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
 def _by_range(
     graph: Graph,
     found: list[Bounds],
-    before: Sequence[Planned | None],
+    before: Sequence[PlannedComponent | None],
     headroom: int,
     settled: bool,
 ) -> Chosen:
@@ -313,9 +313,9 @@ def _by_range(
 def _by_paper(
     graph: Graph,
     found: list[Bounds],
-    before: Sequence[Planned | None],
+    before: Sequence[PlannedComponent | None],
     last: Plan | None,
-    carried: Carried,
+    carried: PaperExponents,
 ) -> Chosen:
     """What the paper's formula gives, with its reasons or, where it has none, the last plan's."""
     exponents = carried.exponents
@@ -333,8 +333,10 @@ def _by_paper(
     )
     # Another look at the same exponent shows the same: the formula does not climb further.
     seen = [
-        replace(bounds, unseen="")
-        if planned and planned.exponent == exponent and bounds.unseen != NOT_FINITE
+        replace(bounds, out_of_sight=None)
+        if planned
+        and planned.exponent == exponent
+        and bounds.out_of_sight is not OutOfSight.NOT_FINITE
         else bounds
         for bounds, planned, exponent in zip(found, before, exponents, strict=True)
     ]
@@ -344,12 +346,12 @@ def _by_paper(
 def _carried(
     graph: Graph,
     found: Sequence[Bounds],
-    before: Sequence[Planned | None],
+    before: Sequence[PlannedComponent | None],
     rule: Zhao2019,
-    passages: Sequence[Passage],
+    passages: Sequence[CutStatistics],
     threshold: float,
     format: Format,
-) -> Carried:
+) -> PaperExponents:
     ceilings = [bounds.interval.usable.high for bounds in found]
     if passages:
         return carry(graph, passages, ceilings, rule=rule, threshold=threshold, format=format)
@@ -364,11 +366,13 @@ def _outcome(
     bounds: Bounds,
     exponent: int,
     histogram: Histogram | None,
-    before: Planned | None,
-) -> Planned:
+    before: PlannedComponent | None,
+) -> PlannedComponent:
     lost = 0.0 if histogram is None else _lost(histogram, format.min_subnormal - exponent)
     excess = _excess(bounds, format, histogram, before)
-    return Planned(component.modules, exponent, bounds.interval, lost, excess, bounds.reserved)
+    return PlannedComponent(
+        component.modules, exponent, bounds.interval, lost, excess, bounds.reserved
+    )
 
 
 def _lost(histogram: Histogram, floor: int) -> float:
@@ -377,25 +381,25 @@ def _lost(histogram: Histogram, floor: int) -> float:
 
 
 def _excess(
-    bounds: Bounds, format: Format, histogram: Histogram | None, before: Planned | None
+    bounds: Bounds, format: Format, histogram: Histogram | None, before: PlannedComponent | None
 ) -> float:
     """Bits to keep free for what is larger than anything in sight; a clean look takes 1/8 off."""
     if before is None:
         return 0.0
-    if bounds.unseen == NOT_FINITE and before.interval.high < MAX_EXPONENT:
+    if bounds.out_of_sight is OutOfSight.NOT_FINITE and before.interval.high < MAX_EXPONENT:
         surprise = max(0, before.interval.high - bounds.interval.high)
         return min(before.excess + surprise, float(largest_climb(format)))
     looked = histogram is not None and not histogram.nonfinite
     return max(0.0, before.excess - 0.125 * looked)
 
 
-def _reasons(planned: Sequence[Planned], found: Sequence[Bounds]) -> tuple[str, ...]:
+def _reasons(planned: Sequence[PlannedComponent], found: Sequence[Bounds]) -> tuple[str, ...]:
     """One sentence for each kind of thing that was out of sight."""
     names: dict[str, list[str]] = {}
     for component, bounds in zip(planned, found, strict=True):
-        if bounds.helps(component.exponent):
-            names.setdefault(bounds.unseen, []).append(component.name)
+        if bounds.out_of_sight is not None and bounds.helps(component.exponent):
+            names.setdefault(bounds.out_of_sight.value, []).append(component.name)
     return tuple(
-        f"{who[0]}{f' and {len(who) - 1} more' if len(who) > 1 else ''}: {unseen}"
-        for unseen, who in names.items()
+        f"{who[0]}{f' and {len(who) - 1} more' if len(who) > 1 else ''}: {reason}"
+        for reason, who in names.items()
     )

@@ -15,7 +15,7 @@ from gradlift.plan.histogram import Histogram
 from gradlift.plan.plan import INDEX, NAMES, PLAN, Plan
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Component, Cut, Graph
 from gradlift.schema import Mismatch, Since, list_of, optional, record, row, whole
-from gradlift.zhao2019 import Moments, Passage
+from gradlift.zhao2019 import CutStatistics, Moments
 
 PATIENCE = 64
 """Steps of history that are kept at most."""
@@ -75,7 +75,7 @@ _MOMENTS = record(
     log_std=schema.number(0.0),
 )
 _PASSAGE = record(
-    make=Passage,
+    make=CutStatistics,
     name=schema.text,
     downstream=INDEX,
     upstream=INDEX,

@@ -21,7 +21,14 @@ from typing import Any
 from gradlift.formats import get
 from gradlift.report.diagnosis import shorten
 from gradlift.report.records import Run
-from gradlift.report.summary import Summary, loss_curve, norm_curve, scale_curve, skip_marks
+from gradlift.report.summary import (
+    Summary,
+    loss_curve,
+    norm_curve,
+    scale_curve,
+    skip_marks,
+    skipped_stretches,
+)
 
 SERIES = 8
 # For each name the colour on a light page, and on a dark one.
@@ -117,9 +124,27 @@ def timeline(
             axis.plot(*_columns(curves[number]), color=color, lw=1.0)
     for axis, label in zip(axes, ["log2 of the scale", *(name for name, _ in below)], strict=True):
         axis.set_ylabel(label)
+    _shade_stuck(axes, runs, colors)
+    _whole_octaves(axes[0])
     axes[-1].set_xlabel("step")
     _style(axes, colors)
     return figure
+
+
+def _shade_stuck(axes: Any, runs: Sequence[Run], colors: Mapping[str, str]) -> None:
+    """Where one run alone is shown, the steps that it skipped one after the other."""
+    if len(runs) == 1:
+        for skips in skipped_stretches(runs[0]):
+            for axis in axes:
+                axis.axvspan(skips.first, skips.last, color=colors["flushed"], alpha=0.12, lw=0)
+
+
+def _whole_octaves(axis: Any) -> None:
+    """Ticks at whole exponents, and some room where the scale never moved."""
+    low, high = axis.get_ylim()
+    missing = max(0.0, 4 - (high - low)) / 2
+    axis.set_ylim(low - missing, high + missing)
+    axis.yaxis.get_major_locator().set_params(integer=True)
 
 
 def plans(run: Run, colors: Mapping[str, str], narrow: bool = False) -> Any:

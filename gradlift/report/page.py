@@ -180,7 +180,9 @@ def html(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
     """The page: what to think of each run, the picture that shows it, then the tables."""
     sections = [
         "<h1>gradlift report</h1>",
+        f'<div class="verdicts{" many" * (len(summaries) > 2)}">',
         *(_verdict(number, summary) for number, summary in enumerate(summaries)),
+        "</div>",
         _charts("timeline", "Scale, loss and gradient norm over time",
                 *(charts.timeline_svg(runs, narrow) for narrow in (False, True))),
         f"<p class=note>{escape(_MARKS)}</p>",
@@ -306,8 +308,9 @@ _LANDSCAPE_NOTE = (
     "the middle four fifths of its gradient's elements, the thin part all that were seen. "
     '<b class="flushed">Flushed</b> to zero, <b class="subnormal">subnormal</b> (fewer bits), '
     '<b class="overflow">overflow</b>; in between everything is kept in full. What a module lost '
-    "at most are its zeros beyond the fewest it had in any probe: a gradient's own zeros cannot be "
-    "told from those that the format made.</p>"
+    "at most are its zeros beyond the fewest it had in any probe, each as large as a zero can have "
+    "been, as a share of its magnitude: a gradient's own zeros cannot be told from those that the "
+    "format made.</p>"
 )
 
 _THEMES = (
@@ -327,6 +330,8 @@ h1{font-size:24px;margin:12px 0}h2{font-size:20px;margin:36px 0 8px;overflow-wra
 h3{font-size:16px;margin:24px 0 6px}
 .verdict{background:var(--panel);border:1px solid var(--grid);border-left:6px solid var(--s2);
 border-radius:8px;padding:8px 14px;margin:8px 0}
+.verdicts.many{display:grid;gap:8px;grid-template-columns:repeat(auto-fit,minmax(min(350px,100%),1fr))}
+.many .verdict{margin:0;font-size:13.5px;line-height:1.4}
 .verdict.fair{border-left-color:var(--subnormal)}.verdict.bad{border-left-color:var(--flushed)}
 .verdict p{margin:2px 0;overflow-wrap:anywhere}.verdict .run{font-size:13px;opacity:.85}
 .verdict i{display:inline-block;width:22px;height:4px;border-radius:2px;margin-right:6px;

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradlift.report.records import Problem, Run, StepRecord, decode, encode, line_of
+from gradlift.troubleshooting import warn
 
 _BLOCK = 1 << 20
 
@@ -60,10 +60,10 @@ class JsonlWriter:
             return
         if os.fstat(self._file.fileno()).st_nlink == 0:
             self._file.close()
-            warnings.warn(
-                f"{self.path} was removed while it was written: gradlift goes on in a new file of "
-                "that name, without the steps before",
-                RuntimeWarning,
+            warn(
+                f"gradlift: {self.path} was removed while it was written, and goes on in a new "
+                "file of that name, without the steps before",
+                "was-removed-while-it-was-written",
                 stacklevel=2,
             )
             self._begin_again(records[0].step)
@@ -80,7 +80,11 @@ class JsonlWriter:
         try:
             self._begin(step)
         except ValueError as error:  # its folder is gone as well
-            warnings.warn(f"gradlift stopped recording: {error}", RuntimeWarning, stacklevel=3)
+            warn(
+                f"gradlift stopped recording: {error}",
+                "gradlift-stopped-recording-to",
+                stacklevel=3,
+            )
 
     def _begin(self, step: int) -> None:
         try:
@@ -103,8 +107,10 @@ class JsonlWriter:
         except OSError as error:
             self._file.close()
             self._file = None
-            warnings.warn(
-                f"gradlift stopped recording to {self.path}: {error}", RuntimeWarning, stacklevel=2
+            warn(
+                f"gradlift stopped recording to {self.path}: {error}",
+                "gradlift-stopped-recording-to",
+                stacklevel=2,
             )
 
 

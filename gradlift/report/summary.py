@@ -19,7 +19,7 @@ from gradlift.formats import FORMATS, Format, get
 from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord
 
 Curve = tuple[tuple[int, float], ...]
-# A gradient that may have lost more than this share of its elements is worth a word.
+# A gradient that may have lost more than this share of its magnitude is worth a word.
 WORTH_A_WORD = 1e-3
 
 
@@ -30,9 +30,10 @@ class ModuleSummary:
     last: ModuleRecord
     """In the last probe that saw anything but zeros of it, else in the last one."""
     lost: float
-    """The most that it can have lost in any probe; zeros of its own cannot be told from those
-    that the format made, so this is a bound: its zeros beyond the fewest it had, and none where
-    all of it lay well within sight."""
+    """The most that it can have lost of its magnitude in any probe. A bound: zeros of its own
+    cannot be told from those that the format made, which are at most those beyond the fewest it
+    had, and none where all of it lay well within sight; and each of them can have been as large as
+    the format's smallest number allows. Where nothing but zeros was seen, the share of zeros."""
     lost_last: float
     """The same for the last probe."""
     lost_until: int | None
@@ -226,7 +227,13 @@ def _module(probes: Sequence[tuple[int, ModuleRecord]], format: Format) -> Modul
 
 def _lost(module: ModuleRecord, own: float, format: Format) -> float:
     share = module.may_have_lost(format)
-    return max(0.0, (module.flushed if share is None else share) - own)
+    if share is None or module.ninetieth is None:
+        return max(0.0, module.flushed - own)
+    # In units of what is kept at least: a tenth of it lies above the ninetieth percentile.
+    kept = 0.1 * (1.0 - module.flushed)
+    smallest = format.min_subnormal - 1 - module.exponent
+    gone = max(0.0, share - own) * 2.0 ** min(smallest - module.ninetieth, 0)
+    return gone / (gone + kept) if gone else 0.0
 
 
 # Curves.
@@ -265,6 +272,11 @@ def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:
             mark = (record.step, math.log2(record.scale))
             marks.setdefault(record.cause or "unknown", {}).setdefault(bucket, mark)
     return {cause: tuple(found.values()) for cause, found in sorted(marks.items())}
+
+
+def skipped_stretches(run: Run, least: int = 5) -> list[Skips]:
+    """Where at least so many recorded steps in a row were skipped."""
+    return [skips for skips in _skips(run.records) if skips.count >= least]
 
 
 def thin(curve: Sequence[tuple[int, float]], points: int) -> Curve:

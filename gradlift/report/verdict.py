@@ -7,6 +7,7 @@ cause: which steps, why, where it began, and what helps.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from gradlift.report.diagnosis import shorten
@@ -14,6 +15,8 @@ from gradlift.report.summary import WORTH_A_WORD, ModuleSummary, Skips, Summary
 
 # So many skipped steps at the end are no search for a scale.
 STUCK = 5
+# Steps from which on a first and a last loss tell something.
+MANY = 20
 
 _WHY = {
     "forward": "the loss was NaN or infinite before it was scaled",
@@ -46,10 +49,13 @@ class Verdict:
 def judge(summary: Summary) -> Verdict:
     """The verdict on a run."""
     stuck = stuck_at_the_end(summary)
-    skips = [*_about_stuck(summary, stuck)] if stuck else [_about_skips(summary)]
-    modules, hurt = ([], False) if stuck else _about_modules(summary)
-    rest = _about_the_file(summary)
     frequent = summary.skipped > 0.05 * _span(summary)
+    if stuck:
+        skips = _about_stuck(summary, stuck)
+    else:
+        skips = [_about_skips(summary), _about_place(summary) if frequent else ""]
+    modules, hurt = ([], False) if stuck else _about_modules(summary)
+    rest = [*([] if stuck else [_about_the_loss(summary)]), *_about_the_file(summary)]
     level = "bad" if stuck else "fair" if hurt or frequent else "good"
     return Verdict(level, tuple(s for s in (*skips, *modules, *rest) if s))
 
@@ -97,26 +103,41 @@ def _about_skips(summary: Summary) -> str:
     )
 
 
+def _about_place(summary: Summary) -> str:
+    """Where the skips began."""
+    found = [skips.first_bad for skips in summary.skips if skips.first_bad]
+    if found:
+        return f"First bad tensor, when it was last looked for: {shorten(found[-1], 300)}."
+    places = Counter(skips.where for skips in summary.skips if skips.where)
+    if not places:
+        return ""
+    return f"The gradient that showed it first, mostly: {shorten(places.most_common(1)[0][0], 80)}."
+
+
+def _about_the_loss(summary: Summary) -> str:
+    if summary.loss_first is None or summary.loss_last is None or summary.steps < MANY:
+        return ""
+    return f"The loss went from {summary.loss_first:.3g} to {summary.loss_last:.3g}."
+
+
 def _about_modules(summary: Summary) -> tuple[list[str], bool]:
     """What the probes say, and whether it is bad."""
     if not summary.modules:
         return [
-            "What was flushed to zero is not known, since no probe was recorded: `gradlift "
-            "diagnose` tells it beforehand, AdaptiveGradScaler while training."
+            "What was flushed to zero is not known, since no probe was recorded (gradlift diagnose "
+            "tells it beforehand, AdaptiveGradScaler while training)."
         ], False
+    dark = [m for m in summary.modules if m.last.low is None]
+    if len(dark) == len(summary.modules):
+        return ["The probes saw nothing but zeros."], True
     dying = [m for m in summary.modules if m.lost_last > WORTH_A_WORD]
-    if dying:
-        return [
-            f"In the last probe {_named(dying)} may have lost more than {WORTH_A_WORD:.1%} of "
-            f"{'its' if len(dying) == 1 else 'their'} gradient."
-        ], True
+    if dark or dying:
+        return [*_about_dark(summary, dark), *_about_dying(dying)], True
     found = []
     once = [m for m in summary.modules if m.lost_until is not None]
     if once:
         until = max(m.lost_until or 0 for m in once)
         found.append(f"{_named(once)} lost gradient until step {until:,}.")
-    if all(m.last.low is None for m in summary.modules):
-        return [*found, "The probes saw nothing but zeros."], True
     if summary.active:
         found.append(
             f"{summary.active:,} {'cut gives' if summary.active == 1 else 'cuts give'} parts of "
@@ -127,9 +148,29 @@ def _about_modules(summary: Summary) -> tuple[list[str], bool]:
     return found, False
 
 
+def _about_dark(summary: Summary, dark: list[ModuleSummary]) -> list[str]:
+    if not dark:
+        return []
+    single = len(dark) == 1
+    return [
+        f"No probe saw a gradient in {_named(dark)}: {'it is' if single else 'they are'} zero, or "
+        f"below what {summary.format} can hold at {'its' if single else 'their'} scale."
+    ]
+
+
+def _about_dying(dying: list[ModuleSummary]) -> list[str]:
+    if not dying:
+        return []
+    return [
+        f"In the last probe {_named(dying)} may have lost more than {WORTH_A_WORD:.1%} of "
+        f"{'its' if len(dying) == 1 else 'their'} gradient."
+    ]
+
+
 def _named(modules: list[ModuleSummary]) -> str:
     if len(modules) == 1:
-        return shorten(modules[0].name, 60)
+        name = modules[0].name
+        return f"module {name}" if name.isdecimal() else shorten(name, 60)
     ends = f"{shorten(modules[0].name, 40)} to {shorten(modules[-1].name, 40)}"
     return f"{len(modules):,} modules ({ends})"
 

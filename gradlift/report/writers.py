@@ -11,7 +11,6 @@ import inspect
 import io
 import logging
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from gradlift.formats import FORMATS, Format, get
 from gradlift.report.record_file import JsonlWriter
 from gradlift.report.records import StepRecord, jsonable
+from gradlift.troubleshooting import warn
 
 COLUMNS = ("step", "scale", "skipped", "cause", "loss", "grad_norm", "clip", "skips", "where",
            "first_bad", "largest", "time")  # fmt: skip
@@ -62,9 +62,9 @@ class Guarded:
             do(self._writer)
         except Exception as error:
             self._writer = None
-            warnings.warn(
+            warn(
                 f"gradlift stopped recording to {self._name}: {type(error).__name__}: {error}",
-                RuntimeWarning,
+                "gradlift-stopped-recording-to",
                 stacklevel=2,
             )
 

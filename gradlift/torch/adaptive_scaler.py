@@ -16,7 +16,6 @@ On an overflow the device lowers the scale at once, without asking the pilot.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -29,18 +28,18 @@ from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
 from gradlift.policy import Dynamic
-from gradlift.torch import checkpoint, settings
-from gradlift.torch.adaptive import adaptive_state
+from gradlift.torch import adaptive_state, checkpoint, settings
 from gradlift.torch.adaptive import emulate as emulation
-from gradlift.torch.adaptive.adaptive_state import STATE_KEY
 from gradlift.torch.adaptive.controller import DELAY, Controller
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.model_identity import is_same
+from gradlift.torch.adaptive_state import STATE_KEY
 from gradlift.torch.forward.guard import ForwardGuard
+from gradlift.torch.model_identity import is_same
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.step.readback import InFlight, capturing
+from gradlift.troubleshooting import warn
 from gradlift.zhao2019 import Zhao2019
 
 # On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
@@ -238,7 +237,9 @@ class AdaptiveGradScaler(GradScaler):
             return
         sent = controller.send(found, bad_loss, ranks)
         self._end_iteration(new_scale, found, bad_loss)
-        controller.end_step(sent, controller.engine.take(), ranks, self._recorders)
+        probing = controller.engine.probes.current is not None
+        probe = controller.engine.take() if probing else None
+        controller.end_step(sent, probe, ranks, self._recorders)
 
     # Between a step's capture as a CUDA graph and its replays; see ``captured_step.py``.
 
@@ -312,7 +313,7 @@ class AdaptiveGradScaler(GradScaler):
         checkpoint.read(rest, self.policy)
         controller = self._controller
         if saved.model is not None and not is_same(saved.model, controller.engine.model):
-            warnings.warn(ANOTHER_MODEL, stacklevel=2)
+            warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning, stacklevel=2)
             self._load_scale(rest)
             return
         copy.copy(controller.pilot).load(saved.pilot)

@@ -21,7 +21,7 @@ ADAPTIVE_KEY = "gradlift_adaptive"
 VERSION = 1
 
 # The policy's numbers that torch has no key for.
-BOUNDS = ("hysteresis", "consecutive_hysteresis", "min_scale", "max_scale")
+BOUNDS = ("hysteresis", "consecutive_hysteresis", "min_scale", "max_scale", "growth_delay")
 
 
 class Loaded(NamedTuple):
@@ -78,7 +78,7 @@ def read(state: Any, policy: Policy) -> Loaded:
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     own = found[OWN_KEY]
     torchs = {name: found[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
-    return {**torchs, **{name: own[name] for name in BOUNDS if name in own}}
+    return {**torchs, **{name: own[name] for name in BOUNDS if own.get(name) is not None}}
 
 
 def _with(policy: Dynamic, numbers: dict[str, Any], scale: float) -> Dynamic:
@@ -133,6 +133,8 @@ _OWN = schema.versioned(
         # Of old, steps were not counted, and the forward pass was left as it was.
         steps=Since(_COUNT, None),
         mended=Since(_mended, {}),
+        # The policy at hand keeps its own.
+        growth_delay=Since(schema.whole(0, 2**31 - 1), None),
     )
 )
 

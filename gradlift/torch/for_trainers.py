@@ -45,7 +45,7 @@ def stage(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
         RuntimeError: gradients that were unscaled have been added to since.
     """
     known = scaler._steps.of(optimizer)
-    later_backward.heed(scaler._check, known)
+    later_backward.before_use(scaler._check, known)
     return known.entry["stage"]
 
 

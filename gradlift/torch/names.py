@@ -42,6 +42,11 @@ class Names:
         """The modules by first name; of a wrapper and what it wraps, the latter."""
         return {self.of_module[id(module)]: module for module in self._modules}
 
+    @property
+    def order(self) -> dict[str, int]:
+        """The place of each module's first name in the model."""
+        return {name: i for i, name in enumerate(dict.fromkeys(self.of_module.values()))}
+
     def resolve(self, names: Iterable[str]) -> dict[str, str]:
         """The first name of each module asked for; a module may have several.
 

@@ -13,6 +13,7 @@ but it takes nothing on trust from it. The work is done by parts that know no sc
     OptimizerSteps   what is known of each optimizer since the last update
     Agreement        the ranks that decide together
     OverflowReport   which gradients overflowed
+    CauseSearch      where a bad number began, looked for after steps that no scale can mend
     GradCheck        unscale, check, agree and clip, over all of these
     ways.py          the ways to step
     Outcome          what came of the latest step
@@ -36,8 +37,8 @@ from gradlift.torch import checkpoint, settings
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.forward.search import CauseSearch
+from gradlift.torch.private_names import of_part, of_policy
 from gradlift.torch.ranks.agreement import Agreement
-from gradlift.torch.ranks.shared_cause import first_of
 from gradlift.torch.settings import DEFAULTS
 from gradlift.torch.step import after_step, closures, grads, later_backward, ways
 from gradlift.torch.step.alarms import Alarms
@@ -49,31 +50,7 @@ from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Report
 from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.recorder import Recorder, open_recorder
-from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE
-
-
-def _of_part(part: str, name: str) -> Any:
-    """An attribute that frameworks know the scaler by, kept by one of its parts."""
-
-    def read(scaler: GradScaler) -> Any:
-        return getattr(getattr(scaler, part), name)
-
-    def write(scaler: GradScaler, value: Any) -> None:
-        setattr(getattr(scaler, part), name, value)
-
-    return property(read, write)
-
-
-def _of_policy(name: str) -> Any:
-    """One of the policy's numbers under torch's name."""
-
-    def read(scaler: GradScaler) -> Any:
-        return getattr(scaler._device_scale.policy, name)
-
-    def write(scaler: GradScaler, value: Any) -> None:
-        scaler._device_scale.change_policy(name, value)
-
-    return property(read, write)
+from gradlift.torch.step.update import UPDATES
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -181,19 +158,20 @@ class GradScaler(torch.amp.GradScaler):
             self._overflows,
             self._agreement,
             self._outcome,
+            self._search,
             self._clear_grads_on_skip,
         )
 
     # torch's private names, readable and writable.
 
-    _scale = _of_part("_device_scale", "scale")
-    _growth_tracker = _of_part("_device_scale", "growth_tracker")
-    _init_scale = _of_part("_device_scale", "init_scale")
-    _init_growth_tracker = _of_part("_device_scale", "init_growth_tracker")
-    _per_optimizer_states = _of_part("_steps", "entries")
-    _growth_factor = _of_policy("growth_factor")
-    _backoff_factor = _of_policy("backoff_factor")
-    _growth_interval = _of_policy("growth_interval")
+    _scale = of_part("_device_scale", "scale")
+    _growth_tracker = of_part("_device_scale", "growth_tracker")
+    _init_scale = of_part("_device_scale", "init_scale")
+    _init_growth_tracker = of_part("_device_scale", "init_growth_tracker")
+    _per_optimizer_states = of_part("_steps", "entries")
+    _growth_factor = of_policy("_device_scale", "growth_factor")
+    _backoff_factor = of_policy("_device_scale", "backoff_factor")
+    _growth_interval = of_policy("_device_scale", "growth_interval")
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._device_scale.make(dev)
@@ -240,14 +218,7 @@ class GradScaler(torch.amp.GradScaler):
             copies: The group or ``DeviceMesh`` whose ranks hold copies of them nevertheless, such
                 as the data-parallel ranks of one stage; a DTensor's own mesh need not be named.
         """
-        found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
-        for param in found:
-            if not isinstance(param, Tensor):
-                raise ValueError(
-                    "mark_own takes parameters, as in mark_own(module.parameters()), got "
-                    f"{type(param).__name__!r} among them"
-                )
-        self._agreement.ownership.mark(found, copies)
+        self._agreement.ownership.mark(parameters, copies)
 
     def __repr__(self) -> str:
         """Waits for the device, to tell the scale."""
@@ -277,10 +248,13 @@ class GradScaler(torch.amp.GradScaler):
                 scale = self._device_scale.require("scale").scale
             if not torch.compiler.is_compiling():
                 if self._steps.entries and not self._losses.in_closure:
-                    later_backward.note(self._check)
-                self._search.see_loss(outputs)
+                    later_backward.loss_was_scaled(self._check)
+                if self._search.under_way is not None:
+                    self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
-            return outputs * moved_to(scale, outputs.device)
+            if scale.device != outputs.device:
+                scale = moved_to(scale, outputs.device)
+            return outputs * scale
         if isinstance(outputs, abc.Iterable):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled  # type: ignore[call-arg]
@@ -297,10 +271,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._ready(optimizer, "unscale_")
+        self._check.ready(optimizer, "unscale_")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.heed(self._check, known)
+            later_backward.before_use(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -313,16 +287,6 @@ class GradScaler(torch.amp.GradScaler):
         known.entry["stage"] = OptState.UNSCALED
         if not torch.compiler.is_compiling():
             known.optimizer = weakref.ref(optimizer)
-
-    def _ready(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
-        self._check.ready(optimizer, caller)
-        if self._search.is_watching:
-            found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
-            self._search.end(found, self._share_cause)
-
-    def _share_cause(self, found: Cause | None) -> Cause | None:
-        ranks = self._agreement.ranks
-        return found if ranks is None else first_of(found, ranks, self._device_scale.device)
 
     # Step.
 
@@ -348,23 +312,18 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             What ``optimizer.step`` returned, or None if the step was skipped.
         """
-        if args and isinstance(args[0], float) and type(optimizer).__module__.startswith("torch."):
-            raise ValueError(
-                f"step(optimizer, {args[0]!r}): a number says nothing here; to clip the gradient "
-                f"to this norm say max_norm={args[0]!r}"
-            )
         closure, rest, rest_kwargs = closures.split(args, kwargs)
-        closures.check_arguments(max_norm, retries, closure)
+        closures.check_arguments(optimizer, args, max_norm, retries, closure)
         if max_norm is not None:
             self._outcome.max_norm = max_norm
         if not self._enabled:
             return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
         self._outcome.known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
-            self._ready(optimizer, "step")
+            self._check.ready(optimizer, "step")
         known = self._steps.of(optimizer)
         if known.watch is not None:
-            later_backward.heed(self._check, known)
+            later_backward.before_use(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if closure is None:
@@ -434,7 +393,8 @@ class GradScaler(torch.amp.GradScaler):
         self._steps.reset()
         self._losses.end_iteration()
         if not torch.compiler.is_compiling():
-            self._search.end_step()
+            if self._search.under_way is not None or self._search.found_now is not None:
+                self._search.end_step()
             self._look_after()
 
     def _look_after(self) -> None:
@@ -444,9 +404,9 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._device_scale
         assert scale.counts is not None
         counts = scale.readback.tick(scale.counts)
-        if counts is not None:
+        if counts is not None and counts[:UPDATES] != self._search.considered:
             self._alarms.sound(counts, self)
-            self._search.consider(counts[BAD_LOSS], counts[CONSECUTIVE])
+            self._search.consider(counts)
 
     # What happened.
 
@@ -503,11 +463,7 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             compute_loss: runs the forward pass, autocast and all, and returns the loss.
         """
-        model = self._overflows.model
-        if model is None:
-            raise ValueError("explain needs the model: GradScaler(..., model=model)")
-        scale = self.get_scale() if self._enabled else 1.0
-        return self._search.explain(compute_loss, scale, list(model.parameters()))
+        return self._search.explain(compute_loss, self.get_scale() if self._enabled else 1.0)
 
     # Steps after which all is known of a step that a record of it tells.
     _record_delay = 0
@@ -559,11 +515,6 @@ class GradScaler(torch.amp.GradScaler):
         the GPU (fused, or with ``max_norm``) nothing waits for it: a skipped step holds the
         scheduler back 8 calls later.
         """
-        if isinstance(scheduler, torch.optim.Optimizer):
-            raise ValueError(
-                "step_scheduler takes the scheduler, made with torch.optim.lr_scheduler; got the "
-                f"optimizer, {type(scheduler).__name__}"
-            )
         clock = self._clocks.of(scheduler)
         skipped = self._outcome.skip_of(getattr(scheduler, "optimizer", None))
         if skipped is None:
@@ -584,10 +535,7 @@ class GradScaler(torch.amp.GradScaler):
             source: the trained module, or its tensors, in the same order.
             decay: from 0 to 1: ``averages = decay * averages + (1 - decay) * source``.
         """
-        if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"decay must lie between 0 and 1, got {decay!r}")
-        with torch.no_grad():
-            after_step.average_(averages, source, decay, self.last_step_skipped)
+        after_step.average_(averages, source, decay, self.last_step_skipped)
 
     # Checkpoints.
 

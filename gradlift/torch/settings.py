@@ -84,7 +84,7 @@ def policy_from(policy: Policy | None, numbers: dict[str, Any], enabled: bool) -
 
     A scaler that is not enabled takes any numbers, as torch's does, and uses none of them.
     """
-    assert numbers.keys() == _PLAIN.keys()
+    assert numbers.keys() <= _PLAIN.keys()
     given = [name for name, value in numbers.items() if value is not getattr(DEFAULTS, name)]
     if policy is None:
         plain = {n: v if n in given else _PLAIN[n] for n, v in numbers.items()}

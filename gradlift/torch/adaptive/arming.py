@@ -18,7 +18,7 @@ from itertools import compress
 import torch
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import Cut, Gate, LeafReturn, Marks, Root, starts_at_roots
+from gradlift.torch.adaptive.cuts import CutHook, Gate, LeafReturn, Marks, Root, starts_at_roots
 from gradlift.torch.adaptive.end_returns import EndReturns, Waiting
 from gradlift.torch.adaptive.flood import flood
 from gradlift.torch.adaptive.graph import Leaves, Node, Walk, walk
@@ -60,7 +60,7 @@ class ArmedGraphs:
         marks, joined = self._marks, list[Root]()
         bases: list[Base] = []
 
-        def cuts_of(node: Node) -> Mapping[int, Cut] | None:
+        def cuts_of(node: Node) -> Mapping[int, CutHook] | None:
             written = node.metadata
             for slot, cut in written.get(marks.views, ()):
                 bases.append(Base(node, slot, cut))

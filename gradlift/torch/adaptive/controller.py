@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gradlift.plan.pilot import Pilot, Record
-from gradlift.torch.adaptive.adaptive_state import Saved
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.largest import LargestGradients
-from gradlift.torch.adaptive.model_identity import identity
 from gradlift.torch.adaptive.step_record import Pending
+from gradlift.torch.adaptive_state import Saved
+from gradlift.torch.model_identity import identity
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks import adaptive_ranks
@@ -35,6 +35,7 @@ from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.readback import HostRow, HostRows, InFlight, capturing
 from gradlift.torch.step.recorder import Recorder, plan_change
 from gradlift.torch.step.update import has_triton
+from gradlift.troubleshooting import see
 from gradlift.zhao2019 import name_of
 
 # Steps between a step and what is made of it.
@@ -90,13 +91,15 @@ class Controller:
 
     def begin(self, loss: Tensor) -> None:
         """A loss is about to be scaled; raises if it cannot be."""
-        if self.engine.probing and capturing(loss.device):
+        probing = self.engine.probes.current is not None
+        if probing and capturing(loss.device):
             raise RuntimeError(
                 "this step is a probe (scaler.probing) and cannot be captured: run it as it is, "
                 "and capture a later one; gradlift.torch.CapturedStep does so by itself"
+                + see("this-step-is-a-probe-and-cannot-be-captured")
             )
         if self.emulation is not None:
-            calibrating = self.pilot.plan is None and self.engine.probing
+            calibrating = self.pilot.plan is None and probing
             self.emulation.begin(self.step_number, calibrating=calibrating)
         self.engine.check(loss)
 
@@ -153,13 +156,17 @@ class Controller:
         recorders: Iterable[Recorder],
     ) -> None:
         """Put the step into the queue, and show the pilot those whose turn has come."""
-        self._has_ranks = ranks is not None
         pending = Pending(self.step_number, sent, probe)
         pending.weighted = bool(self.largest.offsets)
         if ranks is not None:
-            pending.layout = self._columns.end()
+            layout = self._columns.end()
+            if ranks.size == 1:
+                ranks = None  # there is nobody to wait for
+            else:
+                pending.layout = layout
+        self._has_ranks = ranks is not None
         self.pending.append(pending)
-        while len(self.pending) > (0 if self.pilot.searching else DELAY):
+        while len(self.pending) > DELAY or (self.pending and self.pilot.searching):
             self.learn(self.pending.popleft(), ranks, recorders)
         self.step_number += 1
         self._begin_random()
@@ -179,7 +186,7 @@ class Controller:
         record = arrived.record()
         survey = arrived.survey(record.exponent)
         if survey is not None:
-            self.engine.peaks.warn()
+            self.engine.probes.peaks.warn()
         # Reading the report waits for the device, but only after an overflow.
         asks = record.overflow and survey is None
         shift = self.pilot.saw(
@@ -200,7 +207,7 @@ class Controller:
         """The engine follows the pilot, if it does not already."""
         offsets, plan = self.pilot.offsets, self.pilot.plan
         # While probe comes after probe the plan moves, and compiling for it would be in vain.
-        settled = plan is not None and self.pilot.next_probe > self.step_number + 1
+        settled = plan is not None and self.pilot.schedule.next_probe > self.step_number + 1
         active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
         if (offsets, active) != (self.engine.offsets, self.engine.active_keys):
             self.engine.follow(offsets, active)
@@ -212,7 +219,7 @@ class Controller:
         self, recorder: Recorder, arrived: Pending, record: Record, probed: bool, shift: int
     ) -> None:
         """What a recorder cannot see for itself: probes, and plans with their reason."""
-        modules = arrived.modules(record.exponent, self.engine) if probed else ()
+        modules = arrived.modules(record.exponent, self.engine.watch.names.order) if probed else ()
         moved = shift or self.pilot.offsets != self.engine.offsets
         if record.amax is not None and not arrived.weighted:
             recorder.measured(self.step_number - record.step, record.amax)
@@ -237,19 +244,19 @@ class Controller:
 
     def probe_now(self) -> None:
         """Make the step under way a probe, unless something stands against it."""
-        self._probe_by(self.step_number)
+        self.pilot.schedule.probe_by(self.step_number)
         self._probe_if_due()
-
-    def _probe_by(self, step: int) -> None:
-        self.pilot.next_probe = min(self.pilot.next_probe, step)
 
     def _probe_if_due(self) -> None:
         """Make the next step a probe, unless one is on its way or exponents are pinned."""
+        schedule = self.pilot.schedule
+        if self.step_number < schedule.next_probe and not self.engine.unplanned:
+            return
         waiting = any(pending.probed for pending in self.pending)
         # Ranks tell each other of unplanned graphs first, see ``_share``.
         if self.engine.unplanned and not self._has_ranks and not waiting:
-            self.pilot.met_unplanned(self.step_number)
-        due = self.step_number >= self.pilot.next_probe
+            schedule.met_unplanned(self.step_number)
+        due = self.step_number >= schedule.next_probe
         if due and not waiting and not self.engine.pins:
             self.engine.probe()
 
@@ -280,6 +287,7 @@ class Controller:
                 "model nor the parameters say which of them train it together. Give the model as "
                 "DDP or FSDP wrapped it, or process_group=, a group or a DeviceMesh; for a rank "
                 "that trains a model of its own, a group of that rank alone"
+                + see("the-job-has-several-ranks")
             )
 
     def columns(self) -> Tensor | None:
@@ -289,10 +297,10 @@ class Controller:
         engine = self.engine
         return self._columns.write(
             self.largest.all(self._scale.zero),
-            engine.recording,
+            engine.probes.current,
             engine.unplanned,
             # Asked only as long as it matters: to find out takes a walk over all modules.
-            self.pilot.plan is not None or engine.can_watch,
+            self.pilot.plan is not None or engine.watch.can_watch,
         )
 
     def received(self, columns: Tensor, disputed: Tensor) -> None:
@@ -310,9 +318,9 @@ class Controller:
     def _course(self) -> tuple[Any, ...]:
         """What moves the exponents on, and must be equal on all ranks as they are."""
         pilot = self.pilot
-        settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.interval
-        settings += (pilot.layerwise, name_of(pilot.rule), self.emulate)
-        now = self.step_number, pilot.next_probe, self.engine.probing
+        settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.schedule.interval
+        settings += (pilot.above.layerwise, name_of(pilot.rule), self.emulate)
+        now = self.step_number, pilot.schedule.next_probe, self.engine.probing
         return *now, *settings
 
     def difference(self, rows: list[list[float]], ranks: Ranks) -> str | None:
@@ -342,13 +350,13 @@ class Controller:
             self._planned_at = self.step_number
         # A graph that was unplanned before the latest plan may well be in it.
         if agreed is not None and agreed.unplanned and arrived.step > self._planned_at:
-            self.pilot.met_unplanned(self.step_number + 1)
+            self.pilot.schedule.met_unplanned(self.step_number + 1)
         return agreed is None or not agreed.disputed
 
     def _can_watch(self, arrived: Pending) -> bool:
         """Whether some rank can look at outputs."""
         agreed = arrived.agreed
-        return self.engine.can_watch if agreed is None else bool(agreed.watches)
+        return self.engine.watch.can_watch if agreed is None else bool(agreed.watches)
 
     # Checkpoints.
 
@@ -361,7 +369,7 @@ class Controller:
             self.engine.pins,
             self.engine.probing or any(p.unshared for p in self.pending),
             self.overflowed(),
-            self.engine.wide,
+            self.engine.probes.wide,
             identity(self.engine.model),
             # Each rank has a graph of its own, and all of them save one state.
             self.engine.changes and not self._has_ranks,
@@ -371,12 +379,12 @@ class Controller:
         """Go on from there; what may refuse it was asked before."""
         self.pilot.load(saved.pilot)
         # It may have been saved with a longer interval than this scaler's.
-        self._probe_by(saved.step + self.pilot.interval)
+        self.pilot.schedule.probe_by(saved.step + self.pilot.schedule.interval)
         self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self.engine.take()
-        self.engine.resume(saved.pilot["graph"], saved.pilot["owners"])
-        self.engine.wide, self.engine.changes = saved.wide, saved.changes
+        graph, owners = saved.pilot["graph"], saved.pilot["owners"]
+        self.engine.resume(graph, owners, saved.wide, saved.changes)
         self._follow()
         self._begin_random()
         if saved.probing:

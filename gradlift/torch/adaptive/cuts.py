@@ -3,7 +3,7 @@
 Three kinds of hooks, all of them on nodes of the autograd graph, so that they live and die with
 it and nothing is ever left on the model, its parameters or its modules::
 
-    Cut         on a module's output: multiplies by 2**(E(upstream) - E(downstream))
+    CutHook     on a module's output: multiplies by 2**(E(upstream) - E(downstream))
     LeafReturn  on a node that feeds leaves: multiplies what goes to them by 2**-E, back to the
                 global scale, in the leaf's own dtype and before any hook of the user's
     Root        on the scaled loss: opens the gate of its graph for one backward pass
@@ -43,7 +43,7 @@ DIFFERENTIATED = "a gradient was made part of a graph (create_graph)"
 BATCHED = "the backward pass is batched (is_grads_batched)"
 
 
-class Recorder(Protocol):
+class RecordingProbe(Protocol):
     """What a probe offers to the hooks: it takes note of one gradient."""
 
     def record(self, row: int, grad: torch.Tensor) -> None: ...
@@ -54,7 +54,7 @@ class Gate:
 
     __slots__ = ("__weakref__", "closed", "numbers", "passes", "probe")
 
-    def __init__(self, probe: Recorder | None) -> None:
+    def __init__(self, probe: RecordingProbe | None) -> None:
         self.numbers: set[int] = set()
         """The sequence numbers of the graph's nodes with cuts, and of those that feed leaves."""
         self.passes: set[int] = set()
@@ -75,7 +75,7 @@ class Gate:
         passes.at_end(lambda: self.passes.discard(number))
 
 
-class Cut:
+class CutHook:
     """A tensor hook on a module's output. Does nothing until its graph is armed."""
 
     __slots__ = (
@@ -214,14 +214,14 @@ class Marks:
     __slots__ = ("_placed", "cuts", "leaves", "root", "rounded", "views")
 
     def __init__(self, owner: int) -> None:
-        self._placed: weakref.WeakSet[Cut] = weakref.WeakSet()
+        self._placed: weakref.WeakSet[CutHook] = weakref.WeakSet()
         self.root = f"gradlift.{owner}.root"
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
         self.views = f"gradlift.{owner}.views"
         self.rounded = f"gradlift.{owner}.rounded"
 
-    def placed(self, cut: Cut, node: Node) -> None:
+    def placed(self, cut: CutHook, node: Node) -> None:
         """Takes note of a cut that was put on a node, or on a view of what the node made."""
         cut.places.append(node._sequence_nr())
         self._placed.add(cut)

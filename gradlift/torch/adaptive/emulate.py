@@ -37,9 +37,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.formats import Format, round_to
 from gradlift.torch.adaptive.cuts import Gate, makes_a_graph
-from gradlift.torch.adaptive.engine import Engine, tensors_in
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.compiled.entry_points import outermost
 from gradlift.torch.step.readback import capturing
+from gradlift.troubleshooting import warn
 
 LAYERS = (nn.Linear, _ConvNd)
 
@@ -74,7 +76,7 @@ class Emulation:
 
     def __init__(self, engine: Engine, format: Format, emulate: bool | str) -> None:
         self._rounding = Rounding(format, NEAREST if emulate is True else emulate or None)
-        self._mark = engine.mark_rounded
+        self._mark = engine.marks.rounded
         self._model, self._engine = engine.model, engine
         self._own: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self.seen = False
@@ -115,7 +117,7 @@ class Emulation:
         """Says once what is not rounded."""
         if not self._told:
             self._told = True
-            warnings.warn(f"gradlift: emulate {what}", stacklevel=5)
+            warn(f"gradlift: emulate {what}", "emulate-rounds-nothing", UserWarning, stacklevel=5)
 
     def begin_random(self, step: int) -> None:
         """Starts a step's random numbers, which follow from torch's seed and the step."""
@@ -127,14 +129,14 @@ class Emulation:
 
     def _look_for_compiled(self) -> None:
         self._compiled = {m for entry in outermost(self._model) for m in entry.modules()}
-        if not self._compiled and self._engine._compiled is not None:
+        if not self._compiled and self._engine.watch.compiled is not None:
             # Compiled from outside, by a function or a wrapper that was not given to the scaler.
             self._compiled = set(self._model.modules())
         if self._told or not self._compiled:
             return
         names = [
             repr(name)
-            for name, module in self._engine._names.modules.items()
+            for name, module in self._engine.watch.names.modules.items()
             if module in self._compiled and isinstance(module, LAYERS)
         ]
         if names:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, methodcaller
@@ -38,6 +37,7 @@ from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.cuts import factor, times_power_of_two
 from gradlift.torch.adaptive.graph import Node, Walk
 from gradlift.torch.adaptive.linearity import is_hooked, not_linear
+from gradlift.troubleshooting import warn
 
 # What one launch multiplies, by exponents of factors that these hold.
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
@@ -165,7 +165,12 @@ class EndReturns:
 
     def _make_nan(self, leaves: list[torch.Tensor]) -> None:
         if not self._off:
-            warnings.warn(f"gradlift: {MIXED}", stacklevel=2)
+            warn(
+                f"gradlift: {MIXED}",
+                "another-backward-pass-added-to-gradients",
+                UserWarning,
+                stacklevel=2,
+            )
         self._off = True
         for leaf in leaves:
             assert leaf.grad is not None

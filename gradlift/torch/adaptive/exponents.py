@@ -8,45 +8,23 @@ different offsets in one component cannot both be served::
     pins   the user is told, by a ValueError with both names
     plan   the graph is not the one that was planned: all offsets 0, which is always right
 
-Offsets are relative to the loss's exponent. A key is the name of a module, with ``[1]`` for its
-second output and ``@2`` for its second call in the graph.
+Offsets are relative to the loss's exponent.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from gradlift.torch.adaptive.cuts import Cut
+from gradlift.plan.key import Key
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Walk
+from gradlift.torch.names import Names
 
-
-class Key(NamedTuple):
-    """What a key says; plans and reports have it as a string."""
-
-    module: str
-    output: int = 0
-    """Which of the module's outputs, from 0."""
-    call: int = 1
-    """Which of its calls in the graph, from 1."""
-
-    def __str__(self) -> str:
-        output = f"[{self.output}]" if self.output else ""
-        return self.module + output + (f"@{self.call}" if self.call > 1 else "")
-
-    @classmethod
-    def parse(cls, text: str) -> Key:
-        """The key of a string that ``str`` gave."""
-        match = _KEY.fullmatch(text)
-        assert match is not None
-        module, output, call = match.groups()
-        return cls(module, int(output or 0), int(call or 1))
-
-
-_KEY = re.compile(r"(.*?)(?:\[(\d+)\])?(?:@(\d+))?", re.DOTALL)
+# Losses after which a pinned module that was never called is told of: networks that train in turn
+# have several.
+_PATIENCE = 8
 
 
 @dataclass
@@ -60,10 +38,40 @@ class Assignment:
     """Pins that could not be followed, each in a sentence."""
 
 
-def keys_of(walk: Walk) -> dict[Cut, tuple[str, ...]]:
+class Pins:
+    """Offsets that the user has fixed, and whether their modules were ever called."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[str, int] = {}
+        """By the first name of each module."""
+        self.uncalled: dict[str, int] = {}
+        """Pinned modules that have not been called, and how many losses went by without them."""
+
+    def set(self, offsets: Mapping[str, int], names: Names) -> None:
+        """Fixes these in place of the former.
+
+        Raises:
+            ValueError: a name is not a module's, or two are one module's with different offsets.
+        """
+        self.offsets = names.resolve_offsets(offsets)
+        self.uncalled = dict.fromkeys(self.offsets, 0)
+
+    def clear(self) -> None:
+        """Fixes none."""
+        self.offsets = {}
+
+    def never_called(self) -> Iterator[str]:
+        """A loss goes by: a sentence for each pin whose time to be called has passed with it."""
+        for name in self.uncalled:
+            self.uncalled[name] += 1
+            if self.uncalled[name] == _PATIENCE:
+                yield f"{name!r} is pinned, but never called: the pin does nothing"
+
+
+def keys_of(walk: Walk) -> dict[CutHook, tuple[str, ...]]:
     """The keys of every cut, the innermost module's first."""
     calls: Counter[tuple[str, int]] = Counter()
-    keys: dict[Cut, tuple[str, ...]] = {}
+    keys: dict[CutHook, tuple[str, ...]] = {}
     for cut in sorted((edge.cut for edge in walk.cuts), key=lambda cut: cut.number):
         own = []
         for name, output in cut.names:
@@ -101,7 +109,7 @@ def from_pins(walk: Walk, pins: Mapping[str, int]) -> Assignment:
 
 
 def from_plan(
-    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+    walk: Walk, keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
 ) -> Assignment:
     """Every component at its planned offset; all at 0 if the plan was made for another graph."""
     offsets = [0] * walk.components

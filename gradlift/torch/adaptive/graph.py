@@ -39,6 +39,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
+from gradlift.plan.disjoint_sets import DisjointSets
 from gradlift.torch.adaptive.linearity import (
     IN_PLACE,
     Node,
@@ -168,32 +169,6 @@ class Walk:
         return component in self.held or component in self.hooked
 
 
-class DisjointSets:
-    """Disjoint sets of whole numbers."""
-
-    def __init__(self) -> None:
-        self.parent: list[int] = []
-
-    def add(self) -> int:
-        self.parent.append(len(self.parent))
-        return len(self.parent) - 1
-
-    def find(self, item: int) -> int:
-        parent = self.parent
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
-    def join(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        # The smaller number stays, so that the loss's component keeps 0.
-        if a < b:
-            self.parent[b] = a
-        else:
-            self.parent[a] = b
-
-
 def walk(
     edges: Iterable[tuple[Node, int]],
     cuts_of: Callable[[Node], Mapping[int, Any] | None],
@@ -305,25 +280,25 @@ class Search:
 
     def _numbers(self) -> list[int]:
         """For each item of the sets the number of its component; the loss's is 0."""
-        roots = list(map(self.sets.find, range(len(self.sets.parent))))
+        roots = self.sets.roots()
         number = {root: n for n, root in enumerate(sorted(set(roots)))}
         return [number[root] for root in roots]
 
     def _held(
         self, reasons: Iterable[tuple[Node, str | None]], leaves: list[torch.Tensor]
     ) -> dict[int, str]:
-        find, index = self.sets.find, self.index
-        held = {find(self.loss): "it holds the loss"}
+        roots, index = self.sets.roots(), self.index
+        held = {roots[self.loss]: "it holds the loss"}
         for node, reason in reasons:
             if reason:
-                held.setdefault(find(index[node]), reason)
+                held.setdefault(roots[index[node]], reason)
         for leaf, own in () if _all_usual(leaves) else zip(leaves, self.owners, strict=True):
             reason = not_planned_for(leaf)
             if reason:
-                held.setdefault(find(own), reason)
+                held.setdefault(roots[own], reason)
         for node, slot in self.feeds:
             if self.cuts[node][slot].spread:
-                held.setdefault(find(index[node]), SPREAD)
+                held.setdefault(roots[index[node]], SPREAD)
         return held
 
     def _hooked(self) -> Iterator[int]:
@@ -343,7 +318,7 @@ class Search:
         self, reused: frozenset[int], leaves: list[torch.Tensor], held: Mapping[int, str]
     ) -> None:
         """Joins the components that use one leaf, but those that are held."""
-        free = [self.sets.find(item) not in held for item in range(len(self.sets.parent))]
+        free = [root not in held for root in self.sets.roots()]
         first: dict[int, int] = {}
         for leaf, own in zip(leaves, self.owners, strict=True):
             if id(leaf) in reused and free[own]:

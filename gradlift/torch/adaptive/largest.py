@@ -64,7 +64,7 @@ class LargestGradients:
             largest = torch.stack(_magnitudes(filled)).amax().float()
             if offset:
                 largest = largest * 2.0**offset
-            self._seen.append(moved_to(largest, home))
+            self._seen.append(largest if largest.device == home else moved_to(largest, home))
 
     def see_rows(self, optimizer: Optimizer, largest: Tensor) -> None:
         """The largest magnitude of each of the optimizer's gradients: float32 [n]."""
@@ -76,10 +76,12 @@ class LargestGradients:
 
     def rows(self, optimizer: Optimizer) -> CountedRows:
         """Which of the optimizer's parameters count, and how much."""
-        engine = self._engine
-        # A step that runs neutral has all of them at the loss's exponent.
-        offsets = NONE if engine.neutral or engine.pins else self.offsets
-        return self._narrow.of(optimizer, Known(engine.wide, offsets, engine.parameter_names))
+        engine, offsets = self._engine, self.offsets
+        if offsets and (engine.neutral or engine.pins):
+            # A step that runs neutral has all of them at the loss's exponent.
+            offsets = NONE
+        names = engine.watch.names.of_parameter
+        return self._narrow.of(optimizer, Known(engine.probes.wide, offsets, names))
 
     def all(self, zero: Tensor) -> Tensor:
         """The magnitudes seen since ``take``: float32, 0-d or [n], on the device of ``zero``, at

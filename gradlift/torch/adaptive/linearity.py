@@ -39,7 +39,6 @@ _BY_MAGNITUDE = ("LinalgMatrixExpBackward", "LogcumsumexpBackward")
 
 IN_PLACE = "CopySlices"
 HIDDEN = "an autograd Function may be hidden in an in-place change of a view"
-HOOKED = "a hook of the user's may change its gradient"
 
 _reasons: dict[type, str | None] = {}
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import Cut, Marks, add_name
+from gradlift.torch.adaptive.cuts import CutHook, Marks, add_name
 from gradlift.torch.adaptive.graph import Node, has_usual_layout, is_spread
 from gradlift.torch.adaptive.views import note_base
 
@@ -29,13 +29,8 @@ class Watcher(Protocol):
     def saw(self, module: nn.Module, output: Any) -> None: ...
 
 
-def watch(watcher: Watcher) -> Watch:
-    """Installs the forward hook."""
-    return Watch(watcher)
-
-
-class Watch:
-    """A forward hook that goes with its watcher, or earlier."""
+class ForwardHook:
+    """torch's global forward hook, which goes with its watcher, or earlier."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.only: frozenset[int] | None = None
@@ -84,7 +79,7 @@ class Outputs:
         cuts = node.metadata.setdefault(self._marks.cuts, {})
         cut = cuts.get(tensor.output_nr)
         if cut is None:
-            cut = cuts[tensor.output_nr] = Cut(next(self._numbers), is_spread(tensor))
+            cut = cuts[tensor.output_nr] = CutHook(next(self._numbers), is_spread(tensor))
             cut.hooks = tensor.register_hook(cut).hooks_dict_ref
             self._marks.placed(cut, node)
             if tensor._is_view():

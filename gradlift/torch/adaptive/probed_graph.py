@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Assignment, Key, from_plan, unplanned
+from gradlift.plan.key import Key
+from gradlift.torch.adaptive.cuts import CutHook
+from gradlift.torch.adaptive.exponents import Assignment, from_plan, unplanned
 from gradlift.torch.adaptive.graph import Walk
 
 
@@ -119,7 +120,7 @@ class FollowedPlan:
         self._planned_at = None
 
     def assign(
-        self, found: Walk, keys: Mapping[Cut, tuple[str, ...]], names: Mapping[int, str]
+        self, found: Walk, keys: Mapping[CutHook, tuple[str, ...]], names: Mapping[int, str]
     ) -> tuple[Assignment, str | None]:
         """An offset for each component of a graph of which active cuts alone are in sight.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gradlift.plan.pilot import Record, Survey
 from gradlift.report.records import ModuleRecord
-from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.adaptive_ranks import AgreedColumns
 from gradlift.torch.ranks.shared_probe import Layout
@@ -20,21 +20,24 @@ from gradlift.torch.step.readback import HostRow, InFlight
 from gradlift.torch.step.recorder import module_records
 
 
+@dataclass(eq=False)
 class Pending:
     """A step whose record is on its way."""
 
-    def __init__(
-        self, step: int, row: InFlight | HostRow | None, probe: Probe | None, saved: Any = None
-    ) -> None:
-        self.step, self._row, self.probe, self._saved = step, row, probe, saved
-        self.layout: Layout | None = None
-        """What the ranks were told of the probe, until it is made that of all of them."""
-        self.weighted = False
-        """Whether the largest gradient is not the largest true one, see ``narrow.py``."""
+    step: int
+    row: InFlight | HostRow | None
+    """What was sent of it; None if it comes from a checkpoint."""
+    probe: Probe | None
+    saved: Any = None
+    """As ``to_dict`` gave it, if it comes from a checkpoint."""
+    layout: Layout | None = None
+    """What the ranks were told of the probe, until it is made that of all of them."""
+    weighted: bool = False
+    """Whether the largest gradient is not the largest true one, see ``narrow.py``."""
 
     @property
     def probed(self) -> bool:
-        return self.probe is not None or bool(self._saved and self._saved["survey"])
+        return self.probe is not None or bool(self.saved and self.saved["survey"])
 
     @property
     def unshared(self) -> bool:
@@ -44,15 +47,15 @@ class Pending:
     @property
     def agreed(self) -> AgreedColumns | None:
         """What the ranks told each other in the step; None without ranks."""
-        numbers = [] if self._row is None else self._row.wait().tolist()
+        numbers = [] if self.row is None else self.row.wait().tolist()
         return AgreedColumns(*numbers[4:]) if len(numbers) > 4 else None
 
     def record(self) -> Record:
         """The record; waits for it if it must."""
-        if self._saved:
-            return Record(**self._saved["record"])
-        assert self._row is not None
-        scale, largest, found, bad_loss, *agreed = self._row.wait().tolist()
+        if self.saved:
+            return Record(**self.saved["record"])
+        assert self.row is not None
+        scale, largest, found, bad_loss, *agreed = self.row.wait().tolist()
         largest = AgreedColumns(*agreed).largest if agreed else largest
         exponent = _exponent(scale)
         known = math.isfinite(largest) and largest > 0
@@ -66,17 +69,22 @@ class Pending:
 
     def survey(self, exponent: int) -> Survey | None:
         """What a probed step showed, None if nothing was recorded."""
-        if self._saved:
-            return self._saved["survey"] and Survey.from_dict(self._saved["survey"])
+        if self.saved:
+            return self.saved["survey"] and Survey.from_dict(self.saved["survey"])
         if self.probe is None or self.probe.empty:
             return None
         return self.probe.survey(exponent)
 
-    def modules(self, exponent: int, engine: Engine) -> tuple[ModuleRecord, ...]:
-        """What a probed step showed of each module; nothing if it comes from a checkpoint."""
+    def modules(self, exponent: int, order: Mapping[str, int]) -> tuple[ModuleRecord, ...]:
+        """What a probed step showed of each module; nothing if it comes from a checkpoint.
+
+        Args:
+            exponent: log2 of the scale in that step.
+            order: the place of each module's name in the model.
+        """
         if self.probe is None or self.probe.empty:
             return ()
-        return module_records(self.probe, exponent, engine.module_order)
+        return module_records(self.probe, exponent, order)
 
     def to_dict(self) -> dict[str, Any]:
         record = self.record()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradlift.torch.adaptive.cuts import Cut, Marks
+from gradlift.torch.adaptive.cuts import CutHook, Marks
 from gradlift.torch.adaptive.graph import Node, Walk
 
 
@@ -27,16 +27,32 @@ class Base(NamedTuple):
 
     node: Node
     slot: int
-    cut: Cut
+    cut: Any
+    spare: Any = None
+    """Another cut like it that is on the node already, where none could be put there later."""
 
 
-def note_base(view: torch.Tensor, cut: Cut, marks: Marks) -> None:
-    """Tells the node behind a view of the cut on it."""
+def behind(view: torch.Tensor) -> tuple[Node, int] | None:
+    """The node and slot that made the tensor behind a view; None if autograd has none."""
     base = view._base
-    if base is not None and base.grad_fn is not None:
-        behind: Node = base.grad_fn
-        behind.metadata.setdefault(marks.views, []).append((base.output_nr, cut))
-        marks.placed(cut, behind)
+    return None if base is None or base.grad_fn is None else (base.grad_fn, base.output_nr)
+
+
+def lost(bases: Iterable[Base], found: Walk) -> list[Base]:
+    """Those whose cut an in-place change has taken out of a graph."""
+    if not found.rewritten:
+        return []
+    present = {edge.cut for edge in found.cuts}
+    return [b for b in bases if b.cut not in present and (b.node, b.slot) in found.rewritten]
+
+
+def note_base(view: torch.Tensor, cut: CutHook, marks: Marks) -> None:
+    """Tells the node behind a view of the cut on it."""
+    base = behind(view)
+    if base is not None:
+        node, slot = base
+        node.metadata.setdefault(marks.views, []).append((slot, cut))
+        marks.placed(cut, node)
 
 
 def put_back(bases: Iterable[Base], found: Walk, marks: Marks) -> bool:
@@ -47,25 +63,18 @@ def put_back(bases: Iterable[Base], found: Walk, marks: Marks) -> bool:
         found: the graph.
         marks: the engine's keys.
     """
-    if not found.rewritten:
-        return False
-    present = {edge.cut for edge in found.cuts}
-    lost = [
-        base
-        for base in bases
-        if base.cut not in present and (base.node, base.slot) in found.rewritten
-    ]
-    for base in lost:
+    missing = lost(bases, found)
+    for base in missing:
         _put_on_node(base, marks)
-    return bool(lost)
+    return bool(missing)
 
 
 def _put_on_node(base: Base, marks: Marks) -> None:
-    node, slot, cut = base
+    node, slot, cut, _ = base
     node.metadata[marks.views].remove((slot, cut))
     cuts = node.metadata.setdefault(marks.cuts, {})
     if slot not in cuts:
-        cuts[slot] = Cut(cut.number)
+        cuts[slot] = CutHook(cut.number)
         node.register_prehook(OnNode(cuts[slot], slot))
         marks.placed(cuts[slot], node)
     cuts[slot].names += [name for name in cut.names if name not in cuts[slot].names]

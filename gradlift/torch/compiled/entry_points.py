@@ -149,9 +149,7 @@ class Stance:
 
 
 def can_set_stance() -> bool:
-    """Whether torch has stances, and no compiled code calls us, in which they cannot be set."""
-    if not hasattr(torch.compiler, "set_stance"):
-        return False
+    """Whether no compiled code calls us, in which stances cannot be set."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     return get_eval_frame_callback() in (None, False)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.exponents import Assignment, keys_of
 from gradlift.torch.compiled.traced_cuts import FactorPair, Region, Traces
 from gradlift.torch.names import Names
@@ -163,7 +163,7 @@ class CompiledCuts:
         return str(number)
 
     def write(
-        self, assign: Callable[[Region, Mapping[Cut, tuple[str, ...]]], Assignment]
+        self, assign: Callable[[Region, Mapping[CutHook, tuple[str, ...]]], Assignment]
     ) -> list[tuple[str, int]]:
         """Sets the factors of every region to what ``assign`` says.
 

@@ -3,7 +3,7 @@
 Outside of compiled parts nothing changes: outputs are seen through forward hooks, though on the
 modules themselves, since the compiler has its own mind about global ones. Inside::
 
-    a probe           the call runs uncompiled (``entries.py``), hooks on the modules inside
+    a probe           the call runs uncompiled, with hooks inside (``uncompiled_probe.py``)
     any other step    cuts in the compiled graphs (``traced_cuts.py``), if the plan has active ones
 
 A graph that was compiled since the last probe runs neutral, and asks for a probe. With pins there
@@ -12,29 +12,21 @@ is nothing to learn from a probe: they act at once.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Assignment, Key, from_pins, from_plan
+from gradlift.plan.key import Key
+from gradlift.torch.adaptive.cuts import CutHook
+from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan
 from gradlift.torch.adaptive.graph import Node, Walk, is_spread
-from gradlift.torch.compiled.entry_points import (
-    Entries,
-    Stance,
-    is_compiled,
-    is_compiled_node,
-    is_optimized,
-    outermost,
-    wrappers_of,
-)
+from gradlift.torch.compiled.entry_points import is_compiled, is_compiled_node, outermost
 from gradlift.torch.compiled.factors import CompiledCuts
 from gradlift.torch.compiled.traced_cuts import Region
+from gradlift.torch.compiled.uncompiled_probe import Saw, UncompiledProbe
 from gradlift.torch.compiled.unprobed import (
     HeldModules,
     UncutGraphs,
@@ -44,11 +36,6 @@ from gradlift.torch.compiled.unprobed import (
     without_unused,
 )
 from gradlift.torch.names import Names
-
-if TYPE_CHECKING:
-    from gradlift.torch.adaptive.engine import Engine
-
-Saw = Callable[[nn.Module, Any], None]
 
 UNPROBED = "a graph was compiled since the last probe"
 NO_GRAPH = "no graph with cuts has been compiled"
@@ -88,7 +75,9 @@ class CompiledModel:
         """Whether a graph that was compiled since the last probe would have cuts to act."""
         self.reason: str | None = None
         """Why the cuts in compiled graphs are neutral, if they are."""
-        self._model, self._saw, self._probing = model, saw, probing
+        self.probe = UncompiledProbe(model, saw, probing, hidden=hidden)
+        """What a probe sees: the same modules, uncompiled."""
+        self._model, self._probing = model, probing
         self._refusal: str | None = None
         self._pins: Mapping[str, int] = {}
         self._plan: Mapping[str, int] = {}
@@ -99,44 +88,11 @@ class CompiledModel:
         self._unmet: Collection[int] = ()
         """The parameters that none has met, by ``id``."""
         self._several = False
-        wrappers = wrappers_of(model) if hidden else []
-        self._all_inside = hidden
-        self._from_function = hidden and not wrappers
-        self._entries = Entries(lambda: probing() and torch.is_grad_enabled(), self._looking)
-        self._entries.wrap(wrappers)
-        self._stance = Stance()
-        self._window = contextlib.ExitStack()
-
-    # Looking at outputs.
-
-    def watch(self) -> Hooks:
-        """Hooks on the modules outside of compiled parts."""
-        names, inside = Names(self._model).of_module, self._inside()
-        outside = (m for m in self._model.modules() if names[id(m)] not in inside)
-        return Hooks(outside, self._saw)
-
-    def _inside(self) -> set[str]:
-        """By name, so that what merely wraps a compiled part (DDP) is not looked at either."""
-        entries = [self._model] if self._all_inside else list(outermost(self._model))
-        names = Names(self._model).of_module
-        return {names[id(module)] for entry in entries for module in entry.modules()}
-
-    def begin_probe(self) -> None:
-        """From now on compiled parts run uncompiled."""
-        self._entries.wrap(outermost(self._model))
-        if self._from_function:
-            self._window.close()
-            self._window.callback(self._stance.reset)
-            self._stance.set()
-            self._window.enter_context(self._looking(self._model))
-            close = functools.partial(_close_on_error, self._window)
-            handle = self._model.register_forward_hook(close, always_call=True)
-            self._window.callback(handle.remove)
 
     def end_probe(self, seen: Collection[str]) -> None:
         """Compiled parts run compiled again; ``seen`` are the outputs and parameters whose
         gradients were looked at."""
-        self._window.close()
+        self.probe.end()
         if seen:
             self._probed.update(seen)
             parameters = Names(self._model).of_parameter
@@ -144,14 +100,6 @@ class CompiledModel:
             for region in self.cuts.regions:
                 region.probed = True
             self.cuts.stale = True
-
-    @contextlib.contextmanager
-    def _looking(self, module: nn.Module) -> Iterator[None]:
-        hooks = Hooks((m for m in module.modules() if not is_optimized(m)), self._saw)
-        try:
-            yield
-        finally:
-            hooks.remove()
 
     # Cuts in compiled graphs.
 
@@ -224,11 +172,11 @@ class CompiledModel:
         return before == self.cuts.traces.generation
 
     def _place_all(self) -> None:
-        inside = self._inside()
+        inside = self.probe.inside()
         wanted = (Key.parse(key).module for key in self._plan)
         self.cuts.place(Names(self._model), (name for name in wanted if name in inside))
 
-    def note_held(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> None:
+    def note_held(self, walk: Walk, keys: Mapping[CutHook, tuple[str, ...]]) -> None:
         """Takes note of what the plan would move and this graph holds at the global scale."""
         if not self._pins:
             self._held.names.update(held_against(walk, keys, self._plan))
@@ -237,7 +185,7 @@ class CompiledModel:
         """Holds what compiled code cannot move, in a graph that is probed: none may plan on it."""
         refusal = self._why_no_cuts() or (NO_GRAPH if self.cuts.untraced else None)
         self._held.all_inside = refusal is not None
-        names = dict.fromkeys(self._inside(), refusal) if refusal else self._held.names
+        names = dict.fromkeys(self.probe.inside(), refusal) if refusal else self._held.names
         for edge in walk.cuts:
             for name, _ in edge.cut.names:
                 reason = names.get(name)
@@ -250,7 +198,7 @@ class CompiledModel:
             if region.generation == self.cuts.traces.generation:
                 from_pins(region.walk, pins)
 
-    def _assign(self, region: Region, keys: Mapping[Cut, tuple[str, ...]]) -> Assignment:
+    def _assign(self, region: Region, keys: Mapping[CutHook, tuple[str, ...]]) -> Assignment:
         pins, plan = self._pins, self._plan
         neutral = Assignment([0] * region.walk.components)
         if pins:
@@ -279,14 +227,22 @@ class CompiledModel:
 
     def close(self) -> None:
         """Leaves the model as it was."""
-        self._window.close()
-        self._entries.unwrap()
+        self.probe.close()
         self.cuts.close()
 
 
-def meet(engine: Engine) -> CompiledModel:
-    """What an engine needs for its model, which is compiled; it goes when the engine does."""
-    reference = weakref.ref(engine)
+class Watcher(Protocol):
+    """Who wants to see outputs."""
+
+    def saw(self, module: nn.Module, output: Any) -> None: ...
+
+    @property
+    def probing(self) -> bool: ...
+
+
+def compiled_model(watcher: Watcher, model: nn.Module, linear: frozenset[type]) -> CompiledModel:
+    """The compiled parts of a watcher's model; closed when the watcher is garbage."""
+    reference = weakref.ref(watcher)
 
     def saw(module: nn.Module, output: Any) -> None:
         watching = reference()
@@ -297,34 +253,6 @@ def meet(engine: Engine) -> CompiledModel:
         watching = reference()
         return watching is not None and watching.probing
 
-    hidden = not is_compiled(engine.model)
-    made = CompiledModel(engine.model, engine.linear, saw, probing, hidden=hidden)
-    weakref.finalize(engine, made.close).atexit = False
+    made = CompiledModel(model, linear, saw, probing, hidden=not is_compiled(model))
+    weakref.finalize(watcher, made.close).atexit = False
     return made
-
-
-class Hooks:
-    """One forward hook on each of some modules."""
-
-    def __init__(self, modules: Iterable[nn.Module], saw: Saw) -> None:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                saw(module, output)
-
-        # First of all hooks, as the engine's global one is: a user's hook may change the output.
-        self._handles = [module.register_forward_hook(hook, prepend=True) for module in modules]
-
-    @property
-    def empty(self) -> bool:
-        return not self._handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _close_on_error(window: contextlib.ExitStack, module: Any, args: Any, output: Any) -> None:
-    # A forward that raised has no output. After one that did not the compiled function is still
-    # running, and a stance that changes under it makes fullgraph=True miss its graph.
-    if output is None:
-        window.close()

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import Cut, add_name, makes_a_graph
+from gradlift.torch.adaptive.cuts import CutHook, add_name, makes_a_graph
 from gradlift.torch.adaptive.graph import NO_LEAVES, CutEdge, Node, Walk, walk
-from gradlift.torch.adaptive.views import OnNode
+from gradlift.torch.adaptive.views import Base, OnNode, behind, lost
 
 CROSSES = "a float16 tensor that it uses comes from outside of its compiled graph"
 
@@ -54,9 +54,9 @@ class Region:
 
     walk: Walk
     """Components, cuts (with their names) and what is held; nodes and leaves are left out."""
-    pairs: dict[Cut, FactorPair]
+    pairs: dict[CutHook, FactorPair]
     generation: int
-    """Which modules had cuts when it was traced; see ``compiled.py``."""
+    """Which modules had cuts when it was traced; see ``factors.py``."""
     probed: bool = False
     """Whether a probe was taken since; its factors are 1 until then."""
 
@@ -94,14 +94,13 @@ class Traces:
 
     def _note_base(self, view: Tensor, cut: TracedCut) -> None:
         """A spare cut on the node behind a view: an in-place op takes the view's own away."""
-        base = view._base
-        if base is None or base.grad_fn is None:
-            return
-        behind: Node = base.grad_fn
-        spare = TracedCut(self, cut.pair, cut.shift, cut.back)
-        spare.names = cut.names
-        behind.metadata.setdefault(self._views, []).append((base.output_nr, cut, spare))
-        behind.register_prehook(OnNode(spare, base.output_nr))
+        base = behind(view)
+        if base is not None:
+            node, slot = base
+            spare = TracedCut(self, cut.pair, cut.shift, cut.back)
+            spare.names = cut.names
+            node.metadata.setdefault(self._views, []).append((slot, cut, spare))
+            node.register_prehook(OnNode(spare, slot))
 
     def acts(self, cut: TracedCut) -> bool:
         """Whether a cut multiplies in the pass that is being traced."""
@@ -136,21 +135,23 @@ class Traces:
 
     def _put_back(self, found: Walk) -> bool:
         """Spare cuts for those that were lost to an in-place change; whether there were any."""
-        present = {edge.cut for edge in found.cuts}
-        changed = False
-        for node in found.nodes:
-            for slot, cut, spare in node.metadata.pop(self._views, ()):
-                if cut not in present and (node, slot) in found.rewritten:
-                    kept = node.metadata.setdefault(self._key, {}).setdefault(slot, spare)
-                    kept.names += [name for name in spare.names if name not in kept.names]
-                    changed = True
-        return changed
+        # Not kept as a ``Base``: a node must not hold itself.
+        bases = [
+            Base(node, *noted)
+            for node in found.nodes
+            for noted in node.metadata.pop(self._views, ())
+        ]
+        missing = lost(bases, found)
+        for node, slot, _, spare in missing:
+            kept = node.metadata.setdefault(self._key, {}).setdefault(slot, spare)
+            kept.names += [name for name in spare.names if name not in kept.names]
+        return bool(missing)
 
     def _region(self, found: Walk) -> Region:
         """What is worth keeping of a trace: no tensor and no node of it."""
-        kept: dict[TracedCut, Cut] = {}
+        kept: dict[TracedCut, CutHook] = {}
         for edge in found.cuts:
-            cut = kept[edge.cut] = Cut(edge.cut.number)
+            cut = kept[edge.cut] = CutHook(edge.cut.number)
             cut.names = list(edge.cut.names)
         cuts = [CutEdge(kept[edge.cut], edge.downstream, edge.upstream) for edge in found.cuts]
         pairs = {cut: traced.pair for traced, cut in kept.items()}

@@ -17,8 +17,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from gradlift.torch.adaptive.cuts import Cut
-from gradlift.torch.adaptive.exponents import Key
+from gradlift.plan.key import Key
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Node, Walk
 from gradlift.torch.compiled.entry_points import is_compiled_node
 
@@ -98,7 +98,7 @@ class HeldModules:
     def in_region(
         self,
         walk: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         plan: Mapping[str, int],
         called_elsewhere: str | None,
     ) -> None:
@@ -113,7 +113,7 @@ class HeldModules:
 
 
 def held_against(
-    walk: Walk, keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
+    walk: Walk, keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
 ) -> dict[str, str]:
     """The modules that a plan would move and a graph holds, with the reason."""
     return {
@@ -125,8 +125,8 @@ def held_against(
 
 
 def without_unused(
-    keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]
-) -> dict[Cut, tuple[str, ...]]:
+    keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
+) -> dict[CutHook, tuple[str, ...]]:
     """The keys without those of outputs that no loss uses: a compiled graph has gradients of all.
 
     They are not in the plan, and another output of the same module is.
@@ -138,7 +138,9 @@ def without_unused(
     }
 
 
-def called_elsewhere(keys: Mapping[Cut, tuple[str, ...]], plan: Mapping[str, int]) -> str | None:
+def called_elsewhere(
+    keys: Mapping[CutHook, tuple[str, ...]], plan: Mapping[str, int]
+) -> str | None:
     """A module that this graph calls, and another too, if the plan tells the calls apart."""
     own = {key for several in keys.values() for key in several}
     calls: defaultdict[Key, set[str]] = defaultdict(set)

@@ -7,13 +7,13 @@ number more, computed on the device and read when the probe is.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from gradlift.torch.step.readback import InFlight
+from gradlift.troubleshooting import warn
 
 LARGEST = torch.finfo(torch.float16).max
 # Octaves below it that count as close.
@@ -62,10 +62,9 @@ class OutputPeaks:
         if new:
             named = [f"{name or 'the model'} (up to {peak:.4g})" for name, peak in new.items()]
             more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-            warnings.warn(
+            warn(
                 f"gradlift: close to float16's largest number, 65504: the output of "
-                f'{", ".join(named[:4])}{more}; forward="mend" mends what goes beyond it, see '
-                "docs/troubleshooting.md#close-to-float16s-largest-number",
-                RuntimeWarning,
+                f'{", ".join(named[:4])}{more}; forward="mend" mends what goes beyond it',
+                "close-to-float16s-largest-number",
                 stacklevel=5,
             )

@@ -162,6 +162,11 @@ class Look:
             after = module.register_forward_hook(self._after, with_kwargs=True)
             self._handles += [before, after]
 
+    @property
+    def has_seen(self) -> bool:
+        """Whether a forward pass has begun since."""
+        return bool(self._finite)
+
     def stop(self) -> tuple[str, ...]:
         """Look no more; the names that were mended meanwhile."""
         for handle in self._handles:

@@ -10,7 +10,6 @@ A run that skips for ever is watched once: what was found stays true until a ste
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -22,12 +21,15 @@ from gradlift.torch.compiled.entry_points import is_compiled
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard, Look
 from gradlift.torch.forward.watch import StepWatch
+from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, UPDATES
+from gradlift.troubleshooting import warn
 
 # Skipped steps in a row that are no search for a scale.
 UNCLEAR = 3
 
-Share = Callable[[Cause | None], Cause | None]
-"""What this rank found goes in; what the first of them that found something found comes out."""
+Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
+"""What this rank found and whether it came too late go in; what the first of them that found
+something found, and whether any came too late, come out."""
 
 
 class HasModel(Protocol):
@@ -53,17 +55,16 @@ class CauseSearch:
         """What broke the last step that was watched and broken."""
         self.found_now: Cause | None = None
         """What broke the step under way, where it was watched."""
-        self._watch: StepWatch | None = None
-        self._look: Look | None = None
+        self.under_way: StepWatch | Look | None = None
+        """What looks at the step under way: at all of it, or module by module; mostly nothing."""
+        self._goes_on = self._was_late = False
+        """Whether the watch is for the step after the one under way."""
+        self.considered: list[int] = []
+        """The counts of skips, all but that of updates, that ``consider`` was shown last."""
         self._seen_bad_losses = 0
         self._is_answered = False
         self._guard_knows = True
         """Whether the guard has mended what it was asked to, so far."""
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether the step under way is watched."""
-        return self._watch is not None
 
     @property
     def mended(self) -> dict[str, str]:
@@ -72,25 +73,27 @@ class CauseSearch:
 
     def load(self, mended: dict[str, str]) -> None:
         """Mend what was mended when a state was saved; names of another model are refused."""
+        self.considered = []
         if self.guard is not None:
             self.guard.load_state_dict(mended)
         elif mended:
-            warnings.warn(
+            warn(
                 f"gradlift: the state was saved with modules mended ({', '.join(mended)}), and "
                 'this scaler has no guard: give it forward="mend", or they may overflow again',
-                RuntimeWarning,
+                "the-state-was-saved-with-modules-mended",
                 stacklevel=4,
             )
 
     # In the order of a step.
 
-    def consider(self, bad_losses: int, consecutive: int) -> None:
-        """The step is over, and this many were skipped: for a bad loss, and one after the other.
+    def consider(self, counts: list[int]) -> None:
+        """The step is over, and steps were skipped or taken since the last call.
 
         Args:
-            bad_losses: of all steps so far.
-            consecutive: up to the step whose counters have arrived.
+            counts: the scaler's counters, as far as they have arrived; see ``step/update.py``.
         """
+        self.considered = counts[:UPDATES]
+        bad_losses, consecutive = counts[BAD_LOSS], counts[CONSECUTIVE]
         new_bad_loss = bad_losses > self._seen_bad_losses
         self._seen_bad_losses = bad_losses
         if not consecutive:
@@ -98,8 +101,9 @@ class CauseSearch:
         if self._is_answered or not (new_bad_loss or consecutive >= UNCLEAR):
             return
         self._is_answered = True
+        self.stop()
         if new_bad_loss and self.guard is not None and self._guard_knows:
-            self._look = self.guard.start()
+            self.under_way = self.guard.start()
         else:
             self._begin_watch()
 
@@ -107,9 +111,9 @@ class CauseSearch:
         """Watch the next step: from the model's next forward pass that is to be differentiated on,
         so that an evaluation in between is left alone; where no such pass can be seen, from now."""
         model = self._owner.model
-        self._watch = watch = StepWatch(model)
+        self.under_way = watch = StepWatch(model)
         # Whatever becomes of the scaler, nothing stays watched.
-        weakref.finalize(self, watch.stop)
+        self._unwatch = weakref.finalize(self, watch.stop)
         if model is None or is_compiled(model):
             watch.start()
         else:
@@ -117,24 +121,24 @@ class CauseSearch:
 
     def see_loss(self, loss: Tensor) -> None:
         """A loss, any shape, before it is scaled."""
-        if self._look is not None:
-            self._end_look()
-        if self._watch is not None:
-            self._watch.see_loss(loss)
+        if isinstance(self.under_way, StepWatch):
+            self.under_way.see_loss(loss)
+        elif self.under_way is not None and self.under_way.has_seen:
+            self._end_look(self.under_way)
 
-    def _end_look(self) -> None:
-        look, self._look = self._look, None
-        mended = () if look is None else look.stop()
+    def _end_look(self, look: Look) -> None:
+        self.under_way = None
+        mended = look.stop()
         if mended and self.guard is not None:
             names = ", ".join(
                 f"{name or 'the model'} ({self.guard.mended[name]})" for name in mended
             )
-            warnings.warn(
+            warn(
                 f"gradlift: ForwardGuard runs these modules mended from now on: {names}",
-                RuntimeWarning,
+                "forwardguard-runs-these-modules-mended",
                 stacklevel=4,
             )
-        elif look is not None:
+        else:
             # Nothing to mend: then at least say what it is, in the next step that breaks.
             self._is_answered = self._guard_knows = False
 
@@ -145,43 +149,53 @@ class CauseSearch:
             grads: those that are there.
             share: over the ranks.
         """
-        watch, self._watch = self._watch, None
-        if watch is None:
+        watch = self.under_way
+        if not isinstance(watch, StepWatch) or self._goes_on:
             return
-        found = share(watch.cause(grads))
+        self.stop()
+        found, late = share(None if watch.is_late else watch.cause(grads), watch.is_late)
+        was_late, self._was_late = self._was_late, late
         if found is None:
-            self._is_answered = False
+            self._is_answered = late
+            if late and not was_late:
+                # Trainers that update after the next forward pass: then the one after that.
+                self._begin_watch()
+                self._goes_on = True
             return
         self.last = self.found_now = found
-        warnings.warn(f"gradlift: {self.last}", RuntimeWarning, stacklevel=4)
+        warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
 
     def end_step(self) -> None:
-        """The step is over; whatever was still on ends with it."""
+        """The step is over, and what was on for it ends with it."""
         self.found_now = None
-        self.stop()
+        goes_on, self._goes_on = self._goes_on, False
+        if isinstance(self.under_way, StepWatch):
+            if not goes_on:
+                self.stop()
+        elif self.under_way is not None and self.under_way.has_seen:
+            self._end_look(self.under_way)
 
     def stop(self) -> None:
         """Look no more."""
-        watch, self._watch = self._watch, None
-        look, self._look = self._look, None
-        if watch is not None:
-            watch.stop()
-        if look is not None:
-            look.stop()
+        under_way, self.under_way = self.under_way, None
+        if isinstance(under_way, StepWatch):
+            self._unwatch()  # the finalizer, which would keep its notes
+        elif under_way is not None:
+            under_way.stop()
 
     # At once.
 
-    def explain(
-        self, compute_loss: Callable[[], Tensor], scale: float, params: list[Tensor]
-    ) -> Cause | None:
+    def explain(self, compute_loss: Callable[[], Tensor], scale: float) -> Cause | None:
         """What breaks a step that is taken now; leaves gradients as they are.
 
         Args:
             compute_loss: runs the forward pass and gives the loss, unscaled.
             scale: what the loss is multiplied by.
-            params: whose gradients are looked at.
         """
-        watch = StepWatch(self._owner.model)
+        model = self._owner.model
+        if model is None:
+            raise ValueError("explain needs the model: GradScaler(..., model=model)")
+        watch = StepWatch(model)
         watch.start()
         try:
             loss = compute_loss()
@@ -191,7 +205,7 @@ class CauseSearch:
                     f"{type(loss).__name__!r}"
                 )
             watch.see_loss(loss)
-            needed = [p for p in params if p.requires_grad]
+            needed = [p for p in model.parameters() if p.requires_grad]
             grads: tuple[Any, ...] = ()
             if loss.requires_grad and needed:
                 grads = torch.autograd.grad(loss.sum() * scale, needed, allow_unused=True)

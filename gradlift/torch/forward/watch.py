@@ -77,7 +77,9 @@ class StepWatch:
         self._calls: list[tuple[int, int, str]] = []
         self._losses: list[tuple[int, int]] = []
         self._is_measuring = False
-        self._wait: Any = None
+        self._waits: list[Any] = []
+        self.is_late = True
+        """Whether a loss was made before the watch began, or none was watched at all."""
 
     @property
     def takes_notes(self) -> bool:
@@ -97,19 +99,26 @@ class StepWatch:
             # A compiled model shows nothing of itself; for this step it runs as it was written.
             self._stance = torch.compiler.set_stance("force_eager")
             self._stance.__enter__()
+        self.is_late = False
         self._handles = [*self._hook()]
         self._mode = _Mode(self)
         self._mode.__enter__()
 
     def start_with(self, model: nn.Module) -> None:
-        """Watch from the next forward pass of ``model`` on that is to be differentiated."""
+        """Watch from the next forward pass on that is to be differentiated, of ``model`` or of a
+        part of it: trainers may call the parts alone."""
 
         def begin(module: nn.Module, args: Any) -> None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._wait = _remove(self._wait)
+                self._wait_no_more()
                 self.start()
 
-        self._wait = model.register_forward_pre_hook(begin)
+        self._waits = [module.register_forward_pre_hook(begin) for module in model.modules()]
+
+    def _wait_no_more(self) -> None:
+        waits, self._waits = self._waits, []
+        for handle in waits:
+            handle.remove()
 
     def _hook(self) -> Iterator[Any]:
         """Without a model every module there is; torch.compile warns of hooks like these."""
@@ -122,7 +131,7 @@ class StepWatch:
 
     def stop(self) -> None:
         """Watch no more. Safe to call at any time, also after the step has raised."""
-        self._wait = _remove(self._wait)
+        self._wait_no_more()
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
@@ -134,6 +143,7 @@ class StepWatch:
     def see_loss(self, loss: Tensor) -> None:
         """This tensor, any shape, is a loss; where it is not finite, this is what to explain."""
         if self.is_on:
+            self.is_late |= loss.requires_grad and _key(loss) not in self._writers
             # A loss that was made before the watch began is looked at here, and not noted.
             self._is_measuring = True
             with torch.no_grad():
@@ -269,11 +279,6 @@ class StepWatch:
             )
             for noted in self._noted
         ]
-
-
-def _remove(handle: Any) -> None:
-    if handle is not None:
-        handle.remove()
 
 
 class _Mode(TorchDispatchMode):

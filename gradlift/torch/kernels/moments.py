@@ -1,12 +1,10 @@
-"""The sums of ``moments.py`` in one pass over a tensor, as one Triton launch and a small sum."""
+"""The sums of ``probe/moments.py`` in one pass over a tensor, as one Triton launch."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-
-from gradlift.torch.probe.moments import SUMS, merged
 
 BLOCK = 2048
 # Each program leaves one row of sums; this many fill the largest device.
@@ -41,12 +39,14 @@ def _sums(values, parts, numel, BLOCK: tl.constexpr):
     tl.store(row + 5, tl.max(largest))
 
 
-def sums_of(values: torch.Tensor) -> torch.Tensor:
-    """float32 [6]; see ``moments.sums_of``."""
+def sums_by_block(values: torch.Tensor) -> torch.Tensor:
+    """float32 [programs, 6]: a row of sums from each program, the number of elements left at 0.
+
+    Args:
+        values: on a GPU, any shape, a real floating dtype.
+    """
     flat = values.reshape(-1).contiguous()
     programs = max(min(-(-flat.numel() // BLOCK), PROGRAMS), 1)
-    parts = torch.zeros((programs, SUMS), device=flat.device)
+    parts = torch.zeros((programs, 6), device=flat.device)
     _sums[(programs,)](flat, parts, flat.numel(), BLOCK=BLOCK)  # pyright: ignore
-    found = merged(parts)
-    found[0].fill_(float(flat.numel()))
-    return found
+    return parts

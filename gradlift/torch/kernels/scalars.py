@@ -151,6 +151,7 @@ def rule(scale_p, clean_p, patience_p, counts_p, found_p, bad_p, numbers_p):
     consecutive = tl.load(numbers_p + 4)
     floor = tl.load(numbers_p + 5)
     ceiling = tl.load(numbers_p + 6)
+    delay = tl.load(numbers_p + 7).to(tl.int32)
     scale = tl.load(scale_p).to(tl.float64)
     clean = tl.load(clean_p) + 1
     patience = tl.load(patience_p)
@@ -164,7 +165,7 @@ def rule(scale_p, clean_p, patience_p, counts_p, found_p, bad_p, numbers_p):
     lowers = blame & (left == 0)
     lowered = scale * backoff
     lowered = tl.where(lowered < floor, floor, lowered)
-    grows = clean >= interval
+    grows = clean - delay >= interval
     raised = scale * growth
     raised = tl.where(raised <= ceiling, raised, tl.where(raised <= _LARGEST, ceiling, scale))
     refilled = tl.where(grows | (consecutive > 0), hysteresis, left)
@@ -172,7 +173,7 @@ def rule(scale_p, clean_p, patience_p, counts_p, found_p, bad_p, numbers_p):
     after_skip = tl.where(lowers, lowered, scale)
     after_clean = tl.where(grows, raised, scale)
     tl.store(scale_p, tl.where(skip, after_skip, after_clean).to(tl.float32))
-    tl.store(clean_p, tl.where(skip | grows, 0, clean))
+    tl.store(clean_p, tl.where(skip, 0, tl.where(grows, delay, clean)))
     tl.store(patience_p, tl.where(skip, left, refilled))
 
     at_floor = lowers & (scale <= floor)

@@ -1,6 +1,6 @@
 """Exponents of a gradient, counted where it is: 256 counts, one for each exponent of float32.
 
-On a GPU one Triton launch reads the gradient once (``probe_kernel.py``); the same in public
+On a GPU one Triton launch reads the gradient once (``kernels/counting.py``); the same in public
 operations is its reference, and serves every other device. ``histogram.py`` says which bin is
 what.
 """

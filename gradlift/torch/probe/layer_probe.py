@@ -21,13 +21,13 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradlift.plan.pilot import Survey
-from gradlift.torch.adaptive.cuts import Cut
+from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.names import Names
 from gradlift.torch.probe.counting import dense
 from gradlift.torch.probe.moments import Sums, times_two_to, together
 from gradlift.torch.probe.probe import Probe
-from gradlift.zhao2019 import Moments, Passage
+from gradlift.zhao2019 import CutStatistics, Moments
 
 # Nodes of a loss whose gradient is that of a classifier.
 _CLASSIFIERS = ("LogSoftmax", "NllLoss", "BinaryCrossEntropy")
@@ -58,7 +58,7 @@ class LayerProbe(Probe):
     def attach(
         self,
         walk: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         offsets: list[int],
         parameters: Mapping[int, str],
         leaf_return: Callable[[Any], Any],
@@ -102,13 +102,13 @@ class LayerProbe(Probe):
         """``Probe``'s, with what was seen at every cut."""
         return replace(super().survey(exponent), passages=tuple(self._passages(exponent)))
 
-    def _passages(self, exponent: int) -> Iterator[Passage]:
-        weights, numbers, find = self._weights.read(), self.numbers(), self._sets.find
+    def _passages(self, exponent: int) -> Iterator[CutStatistics]:
+        weights, numbers = self._weights.read(), self.components.indices()
         for (down, up), number, sums in self._gradients_by_cut():
             row = self.rows[number]
             assert row.format is not None
             weight = Moments.from_sums(weights[number]) if number in weights else None
-            yield Passage(
+            yield CutStatistics(
                 row.key,
                 numbers[down],
                 numbers[up],
@@ -116,18 +116,18 @@ class LayerProbe(Probe):
                 Moments.from_sums(sums, exponent + row.offset),
                 weight,
                 row.terms if weight else 0,
-                self.classifies and down == find(self._loss),
+                self.classifies and down == self.components.loss,
             )
 
     def _gradients_by_cut(self) -> Iterator[tuple[tuple[int, int], int, list[float]]]:
         """Of each cut the components on its sides, its first row, and its sums, at that row's
         exponent: it has several rows where it was at several, as on a rank that ran neutral."""
-        find = self._sets.find
+        roots = self.components.roots
         found: dict[Any, tuple[tuple[int, int], int, list[float]]] = {}
         for number, sums in sorted(self._gradients.read().items()):
             row = self.rows[number]
             assert row.upstream is not None
-            sides = find(row.downstream), find(row.upstream)
+            sides = roots[row.downstream], roots[row.upstream]
             place = row.key, sides, row.format, row.terms
             if place in found:
                 _, first, known = found[place]

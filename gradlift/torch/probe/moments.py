@@ -127,11 +127,17 @@ def merged(parts: torch.Tensor) -> torch.Tensor:
 
 def sums_of(values: torch.Tensor) -> torch.Tensor:
     """float32 [6] on the device of ``values``; inf and NaN in them show in the result."""
-    if values.is_cuda and has_triton():
-        from gradlift.torch.kernels import moments
+    by_kernel = values.is_cuda and has_triton()
+    return sums_by_kernel(values) if by_kernel else sums_in_plain_torch(values)
 
-        return moments.sums_of(values)
-    return sums_in_plain_torch(values)
+
+def sums_by_kernel(values: torch.Tensor) -> torch.Tensor:
+    """The same in one launch and a small sum."""
+    from gradlift.torch.kernels.moments import sums_by_block
+
+    found = merged(sums_by_block(values))
+    found[0].fill_(float(values.numel()))
+    return found
 
 
 def sums_in_plain_torch(values: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,12 @@ from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.pilot import Survey
 from gradlift.torch.probe.counting import count_exponents, dense
 from gradlift.torch.probe.moments import Sums
-from gradlift.torch.probe.rows import FORMATS, Row, Rows
+from gradlift.torch.probe.rows import FORMATS, GradientRows, Row
 from gradlift.torch.probe.survey import survey_of
 from gradlift.torch.ranks.reductions import Reduction
 
 
-class Probe(Rows):
+class Probe(GradientRows):
     """Histograms of the gradients in the graphs armed while it runs."""
 
     def __init__(self) -> None:
@@ -61,18 +61,23 @@ class Probe(Rows):
         """Starts the copy to the host; the device is not waited for."""
         self._sent = [_to_host(counts) for counts in self.counts.values()]
 
+    def set_counts(self, counts: torch.Tensor) -> None:
+        """Makes these, int64 (rows, 256) on the host, what was seen: those of all ranks."""
+        self.counts = {counts.device: counts} if bool(counts.any()) else {}
+        self._sent = [(counts, None)]
+
     def survey(self, exponent: int) -> Survey:
         """The graph and what was seen in it; waits for the copy.
 
         Args:
             exponent: log2 of the loss scale in the step that was probed.
         """
-        return survey_of(self, self._records(exponent), self.reduction)
+        return survey_of(self, self.records(exponent), self.reduction)
 
     def tensors(self, exponent: int) -> dict[str, Histogram]:
         """A histogram for each cut's key and each parameter's name; waits for the copy."""
         found: dict[str, Histogram] = {}
-        for row, histogram in self._records(exponent):
+        for row, histogram in self.records(exponent):
             if row.rounded:
                 continue
             known = found.get(row.key)
@@ -84,14 +89,16 @@ class Probe(Rows):
         """Whether no gradient came by."""
         return not self.counts
 
-    def _records(self, exponent: int) -> Iterator[tuple[Row, Histogram]]:
+    def records(self, exponent: int) -> Iterator[tuple[Row, Histogram]]:
+        """The rows that something was counted in, and what; waits for the copy."""
         if self._sent is None:
             self.send()
-        for row, counts in zip(self.rows, self._bins(), strict=True):
+        for row, counts in zip(self.rows, self.bins(), strict=True):
             if row.format is not None and any(counts):
                 yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
 
-    def _bins(self) -> list[list[int]]:
+    def bins(self) -> list[list[int]]:
+        """256 counts for each row, from all devices; waits for the copy."""
         total = torch.zeros((len(self.rows), BINS), dtype=torch.int64, device="cpu")
         for counts, event in self._sent or ():
             if event is not None:

@@ -1,9 +1,6 @@
 """Which gradients a probe records, and the components of the graph that they lie in.
 
 A row holds one gradient at one offset: what was stored at different exponents cannot be added.
-
-Several graphs may be armed during one probe (micro-batches, two networks that train against
-each other). Their components are joined by the keys they share, so that one plan fits all.
 """
 
 from __future__ import annotations
@@ -15,8 +12,9 @@ from typing import Any
 import torch
 
 from gradlift.formats import Format
-from gradlift.torch.adaptive.cuts import Cut, Gate
-from gradlift.torch.adaptive.graph import DisjointSets, Walk
+from gradlift.torch.adaptive.cuts import CutHook, Gate
+from gradlift.torch.adaptive.graph import Walk
+from gradlift.torch.probe.components import Components
 
 FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """By dtype; all others count as float32."""
@@ -30,7 +28,7 @@ class Row:
     offset: int
     """It is stored at the loss's exponent plus this."""
     downstream: int
-    """Number in the probe's sets of the component that computes it."""
+    """Number of the component that computes it, see ``components.py``."""
     upstream: int | None
     """Number of the component it goes to; None for a leaf's gradient."""
     format: str | None = None
@@ -44,28 +42,23 @@ class Row:
     for them and knows the layer's weight."""
 
 
-class Rows:
+class GradientRows:
     """The rows of a probe, given to the graphs that are armed while it runs."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self._where: dict[tuple[str, int, Any], int] = {}
-        self._sets = DisjointSets()
-        self._loss = self._sets.add()
-        self._ids: dict[str, int] = {}
-        self._held: set[int] = set()
+        self.components = Components()
         self._others: set[str] = set()
         self._homes: dict[str, set[int]] = {}
         self._wide: dict[str, bool] = {}
         """Whether a leaf's gradient is computed in float32 alone, by key."""
         self._numbers: dict[int, int] = {}
-        self._formats: dict[int, set[str]] = {}
-        """Formats of the gradients that stay inside each component, past no cut."""
 
     def attach(
         self,
         walk: Walk,
-        keys: Mapping[Cut, tuple[str, ...]],
+        keys: Mapping[CutHook, tuple[str, ...]],
         offsets: list[int],
         parameters: Mapping[int, str],
         leaf_return: Callable[[Any], Any],
@@ -87,10 +80,14 @@ class Rows:
             self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
             formats = formats_of(edge.node) | {FORMATS.get(edge.leaf.dtype, "float32")}
             # A parameter with several uses comes out of a narrow format if one of them does.
-            self._wide[key] = formats == {"float32"} and self._wide.get(key, True)
+            self.note_leaf(key, is_wide=formats == {"float32"})
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
             cut = walk.cut_slots.get(node, ())
-            self._formats.setdefault(components[component], set()).update(formats_of(node, cut))
+            self.components.note_formats(components[component], formats_of(node, cut))
+
+    def note_leaf(self, key: str, *, is_wide: bool) -> None:
+        """A leaf was met, whose gradient is computed in float32 alone or is not."""
+        self._wide[key] = is_wide and self._wide.get(key, True)
 
     @property
     def wide(self) -> frozenset[str]:
@@ -121,15 +118,15 @@ class Rows:
                     self.rows.append(row)
                 hook.arm(gate, self._where[where])
 
-    def _number_components(self, walk: Walk, keys: Mapping[Cut, tuple[str, ...]]) -> dict[int, int]:
-        numbers = {0: self._loss}
+    def _number_components(
+        self, walk: Walk, keys: Mapping[CutHook, tuple[str, ...]]
+    ) -> dict[int, int]:
+        numbers = {0: self.components.loss}
         for edge in walk.cuts:
-            for key in keys[edge.cut]:
-                own = self._ids.get(key)
-                if own is None:
-                    own = self._ids[key] = self._sets.add()
-                self._sets.join(numbers.setdefault(edge.upstream, own), own)
-        self._held.update(numbers[component] for component in {*walk.held, *walk.hooked})
+            known = numbers.get(edge.upstream)
+            numbers[edge.upstream] = self.components.enter(keys[edge.cut], known)
+        for component in {*walk.held, *walk.hooked}:
+            self.components.hold(numbers[component])
         return numbers
 
     def _row(self, key: str, offset: int, downstream: int, upstream: int | None) -> int:
@@ -139,51 +136,20 @@ class Rows:
             self.rows.append(Row(key, offset, downstream, upstream))
         return self._where[where]
 
-    # The graphs together. Components go by their root in the sets.
-
-    def find(self, component: int) -> int:
-        """The component that one has become part of."""
-        return self._sets.find(component)
-
-    @property
-    def loss(self) -> int:
-        """The component of the loss."""
-        return self.find(self._loss)
-
-    def numbers(self) -> dict[int, int]:
-        """The number of each component in the survey's graph."""
-        roots = {self.find(i) for i in range(len(self._sets.parent))}
-        return {root: n for n, root in enumerate(sorted(roots))}
-
-    def keys(self) -> dict[int, list[str]]:
-        """The keys of the cuts that lead into each component."""
-        keys: dict[int, list[str]] = {root: [] for root in self.numbers()}
-        for key, own in self._ids.items():
-            keys[self.find(own)].append(key)
-        return keys
-
-    def held(self) -> set[int]:
-        """The components that run at the global scale."""
-        return {self.find(component) for component in self._held}
-
-    def inside(self) -> dict[int, set[str]]:
-        """The formats of the gradients inside each component, past no cut."""
-        inside: dict[int, set[str]] = {}
-        for component, formats in self._formats.items():
-            inside.setdefault(self.find(component), set()).update(formats)
-        return inside
+    # The graphs together. Components go by their root.
 
     def rounded(self) -> dict[int, Format]:
         """The components with gradients that are rounded, and the format."""
-        return {self.find(row.downstream): row.rounded for row in self.rows if row.rounded}
+        roots = self.components.roots
+        return {roots[row.downstream]: row.rounded for row in self.rows if row.rounded}
 
     def cut_sides(self) -> dict[str, set[str | None]]:
         """For each cut's key, a key of every component that it was below; None for the loss's."""
         found: dict[str, set[str | None]] = {}
-        first = self._first_keys()
+        first, roots = self.components.first_keys(), self.components.roots
         for row in self.rows:
             if row.upstream is not None and not row.rounded:
-                found.setdefault(row.key, set()).add(first[self.find(row.downstream)])
+                found.setdefault(row.key, set()).add(first[roots[row.downstream]])
         return found
 
     def other_keys(self) -> set[str]:
@@ -192,15 +158,11 @@ class Rows:
 
     def homes(self) -> dict[str, set[str | None]]:
         """For each leaf, a key of every component that uses it; None for the loss's."""
-        first = self._first_keys()
+        first, roots = self.components.first_keys(), self.components.roots
         return {
-            key: {first[self.find(component)] for component in components}
+            key: {first[roots[component]] for component in components}
             for key, components in self._homes.items()
         }
-
-    def _first_keys(self) -> dict[int, str | None]:
-        found = {root: next(iter(keys), None) for root, keys in self.keys().items()}
-        return {**found, self.loss: None}
 
     def is_wide(self, leaf: str) -> bool:
         """Whether a leaf's gradient is computed in float32 alone."""

@@ -21,7 +21,7 @@ from gradlift.formats import Format, get
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.pilot import Survey
-from gradlift.torch.probe.rows import Row, Rows
+from gradlift.torch.probe.rows import GradientRows, Row
 from gradlift.torch.ranks.reductions import Reduction
 
 HALF_LEAVES = "float16 parameters"
@@ -29,7 +29,9 @@ HALF_LEAVES = "float16 parameters"
 Found = list[tuple[Row, Histogram]]
 
 
-def survey_of(rows: Rows, records: Iterable[tuple[Row, Histogram]], reduction: Reduction) -> Survey:
+def survey_of(
+    rows: GradientRows, records: Iterable[tuple[Row, Histogram]], reduction: Reduction
+) -> Survey:
     """The graph and what was seen in it.
 
     Args:
@@ -49,22 +51,23 @@ def survey_of(rows: Rows, records: Iterable[tuple[Row, Histogram]], reduction: R
         _bound(histograms, component, found, formats.room(component))
     for row, found in leaves:
         if reduction.narrow or (reduction.bits and row.format == "float16"):
-            _bound(histograms, rows.loss, found, -reduction.bits)
+            _bound(histograms, rows.components.loss, found, -reduction.bits)
     half = [found for row, found in leaves if row.half_leaf]
     return _with_half_leaves(_survey(rows, formats, histograms), half)
 
 
 def _by_component(
-    rows: Rows, records: Iterable[tuple[Row, Histogram]]
+    rows: GradientRows, records: Iterable[tuple[Row, Histogram]]
 ) -> tuple[dict[int, Found], Found]:
     """What was seen at cuts, for each component beside them, and what at leaves."""
+    roots = rows.components.roots
     seen: dict[int, Found] = {}
     leaves: Found = []
     for row, found in records:
         if row.upstream is None:
             leaves.append((row, found))
             continue
-        for component in {rows.find(row.downstream), rows.find(row.upstream)}:
+        for component in {roots[row.downstream], roots[row.upstream]}:
             seen.setdefault(component, []).append((row, found))
     return seen, leaves
 
@@ -81,13 +84,13 @@ class _Formats:
     """What some are rounded to, see ``emulate.py``."""
 
     @classmethod
-    def of(cls, rows: Rows) -> _Formats:
-        inside = rows.inside()
+    def of(cls, rows: GradientRows) -> _Formats:
+        inside, roots = rows.components.inside(), rows.components.roots
         seen = {component: set(formats) for component, formats in inside.items()}
         for row in rows.rows:
             for end in (row.downstream, row.upstream):
                 if end is not None and row.format is not None:
-                    seen.setdefault(rows.find(end), set()).add(row.format)
+                    seen.setdefault(roots[end], set()).add(row.format)
         stored = {component: _narrowest(formats) for component, formats in seen.items() if formats}
         return cls(inside, stored, rows.rounded())
 
@@ -123,34 +126,38 @@ def _at_stake(parts: Found, inside: set[str]) -> list[Histogram]:
     return [found for _, found in parts]
 
 
-def _storing(rows: Rows, formats: _Formats, seen: Mapping[int, Found], leaves: Found) -> set[int]:
+def _storing(
+    rows: GradientRows, formats: _Formats, seen: Mapping[int, Found], leaves: Found
+) -> set[int]:
     """The components that store something narrow themselves: inside, for a leaf, or on the way out.
 
     What only enters one was stored by the component before it, at that one's exponent; a higher
     one would bring nothing back.
     """
+    roots = rows.components.roots
     found = {component for component, inside in formats.inside.items() if "float16" in inside}
-    found |= {rows.find(row.downstream) for row, _ in leaves if not rows.is_wide(row.key)}
+    found |= {roots[row.downstream] for row, _ in leaves if not rows.is_wide(row.key)}
     for component, parts in seen.items():
-        own = (row for row, _ in parts if rows.find(row.downstream) == component)
+        own = (row for row, _ in parts if roots[row.downstream] == component)
         if any(row.format == "float16" for row in own):
             found.add(component)
     return found | formats.rounded.keys()
 
 
 def _beside(
-    rows: Rows, formats: _Formats, seen: Mapping[int, Found], leaves: Found
+    rows: GradientRows, formats: _Formats, seen: Mapping[int, Found], leaves: Found
 ) -> Iterator[tuple[int, Histogram]]:
     """What bounds a component from above without being at stake there itself.
 
     The gradients of its parameters, and where gradients are rounded what is stored beside them.
     """
+    roots = rows.components.roots
     for component in formats.rounded:
         for row, found in seen.get(component, ()):
             if not row.rounded:
                 yield component, found
     for row, found in leaves:
-        own = rows.find(row.downstream)
+        own = roots[row.downstream]
         narrow = not rows.is_wide(row.key) or formats.planned(own) is not None
         if found.nonfinite or narrow:
             yield own, found
@@ -166,24 +173,24 @@ def _bound(histograms: dict[int, Histogram], component: int, found: Histogram, r
         )
 
 
-def _survey(rows: Rows, formats: _Formats, histograms: Mapping[int, Histogram]) -> Survey:
-    find, number = rows.find, rows.numbers()
-    keys, held = rows.keys(), rows.held()
+def _survey(rows: GradientRows, formats: _Formats, histograms: Mapping[int, Histogram]) -> Survey:
+    root_of, number = rows.components.roots, rows.components.indices()
+    keys, held, loss = rows.components.keys(), rows.components.held(), rows.components.loss
     components = tuple(
         Component(
             tuple(keys[root]),
             format=formats.planned(root),
-            pinned=0 if root in held and root != rows.loss else None,
+            pinned=0 if root in held and root != loss else None,
         )
         for root in number
     )
     cuts = {
-        (row.key, number[find(row.downstream)], number[find(row.upstream)])
+        (row.key, number[root_of[row.downstream]], number[root_of[row.upstream]])
         for row in rows.rows
-        if row.upstream is not None and find(row.downstream) != find(row.upstream)
+        if row.upstream is not None and root_of[row.downstream] != root_of[row.upstream]
     }
-    graph = Graph(components, tuple(Cut(*cut) for cut in sorted(cuts)), loss=number[rows.loss])
-    owners = {row.key: number[find(row.downstream)] for row in rows.rows if row.upstream is None}
+    graph = Graph(components, tuple(Cut(*cut) for cut in sorted(cuts)), loss=number[loss])
+    owners = {row.key: number[root_of[row.downstream]] for row in rows.rows if row.upstream is None}
     return Survey(graph, tuple(histograms.get(root) for root in number), owners)
 
 

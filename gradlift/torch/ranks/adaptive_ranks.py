@@ -32,6 +32,7 @@ from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.ranks.message import PLAN
 from gradlift.torch.ranks.shared_probe import Layout, Part
 from gradlift.torch.step.readback import capturing
+from gradlift.troubleshooting import see
 
 # What a rank adds to its row of the agreement.
 LARGEST, LAYOUT, UNPLANNED, WATCHES = range(4)
@@ -157,7 +158,7 @@ def shared(
     """
     counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64, device="cpu")
     if probe is not None and probe.rows:
-        counts += torch.tensor(probe._bins(), dtype=torch.int64, device="cpu")[: len(layout.rows)]
+        counts += torch.tensor(probe.bins(), dtype=torch.int64, device="cpu")[: len(layout.rows)]
     sums = new().sums if probe is None else probe.sums
     if not alike:
         parts = gathered(shared_probe.part_of(layout, counts, sums), ranks)
@@ -170,7 +171,7 @@ def shared(
     if whole is None or Layout.of(whole) != layout:
         whole = shared_probe.merged([Part(layout, [])], new())
     whole.sums = sums
-    shared_probe.hold(whole, shared_probe.unpack(layout, packed.cpu()))
+    whole.set_counts(shared_probe.unpack(layout, packed.cpu()))
     return whole
 
 
@@ -240,7 +241,8 @@ def plan_difference(
         return (
             f"gradlift: {name} differ between ranks: on {_few(odd)} from {_few(rest)}. No weight "
             f"has moved. On this rank, {ranks.members[ranks.me]}: {own[place]}. Call pin() and "
-            "load_state_dict() with the same arguments on all ranks, at the same step."
+            "load_state_dict() with the same arguments on all ranks, at the same step"
+            + see("differs-between-ranks")
         )
     return None
 

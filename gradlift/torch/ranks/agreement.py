@@ -21,6 +21,7 @@ from gradlift.torch.ranks import groups, message, ownership
 from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.step import grads
 from gradlift.torch.step.readback import Counts
+from gradlift.troubleshooting import see
 
 
 class Addition(Protocol):
@@ -125,7 +126,7 @@ class Agreement:
             raise ValueError(
                 "the optimizer's parameters are shards of FSDP1 (FullyShardedDataParallel), and "
                 "nothing says over which ranks: give the scaler model=, the wrapped model, or "
-                "process_group="
+                "process_group=" + see("the-job-has-several-ranks")
             )
         if self.addition is not None:
             self.addition.check_alone(world_size)

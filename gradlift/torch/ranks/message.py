@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.step.grads import has_float64
+from gradlift.troubleshooting import see
 
 # A row. The last five must be equal on all ranks.
 FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY = range(6)
@@ -159,7 +160,8 @@ def difference(rows: list[list[float]], ranks: Ranks) -> str:
             return (
                 f"gradlift: {name} differs between ranks: {told}{more}, {usual:.10g} on "
                 f"{_several(rest)}. No weight has moved. Give all ranks the same settings, load "
-                "the same checkpoint on all of them, and call update() equally often."
+                "the same checkpoint on all of them, and call update() equally often"
+                + see("differs-between-ranks")
             )
     norms = ", ".join(
         f"{max(row[PLAIN], 0.0) ** 0.5:.6g} and {row[MESH] ** 0.5:.6g} on rank {rank}"
@@ -169,7 +171,8 @@ def difference(rows: list[list[float]], ranks: Ranks) -> str:
         "gradlift: parameters taken for copies of one another have gradients of different norm: "
         f"(plain tensors and DTensors, still scaled) {norms}. No weight has moved. If each rank "
         "owns its own, as pipeline stages and experts do, say scaler.mark_own(parameters); if "
-        "they are copies, average their gradients before step(), as DDP does."
+        "they are copies, average their gradients before step(), as DDP does"
+        + see("parameters-taken-for-copies")
     )
 
 

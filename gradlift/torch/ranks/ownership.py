@@ -54,11 +54,18 @@ class Ownership:
         self._any_marks = False
         self._masks: dict[Any, Tensor] = {}
 
-    def mark(self, parameters: Iterable[Tensor], copies: Any) -> None:
+    def mark(self, parameters: Tensor | Iterable[Tensor], copies: Any) -> None:
         """This rank's own ``parameters``, of which the ranks of ``copies`` (a group, a mesh or
         None) hold copies."""
+        marked = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
+        for param in marked:
+            if not isinstance(param, Tensor):
+                raise ValueError(
+                    "mark_own takes parameters, as in mark_own(module.parameters()), got "
+                    f"{type(param).__name__!r} among them"
+                )
         ranks, self._any_marks = groups.of(copies), True
-        for param in parameters:
+        for param in marked:
             self._marks[param] = ranks is None or ranks.me == 0
 
     def marked(self, param: Tensor) -> bool:

@@ -13,12 +13,14 @@ from types import CodeType
 
 import torch
 
+STAGES = "torch.distributed.pipelining.stage"
+"""Without this module loaded there are no pipelines, and nothing to ask for."""
 _REHEARSALS = ("_forward_metadata_inference", "_backward_metadata_inference")
 
 
 def is_rehearsal() -> bool:
     """Whether a pipeline stage calls just to learn shapes."""
-    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    stages = sys.modules.get(STAGES)
     if stages is None or torch.compiler.is_compiling():
         return False
     methods = [getattr(stages.PipelineStage, name, None) for name in _REHEARSALS]

@@ -53,30 +53,21 @@ class Layout:
     @classmethod
     def of(cls, probe: Probe) -> Layout:
         """The layout as it is now."""
-        find = probe._sets.find
-        roots = [find(probe._loss)]
-        roots += sorted({find(i) for i in range(len(probe._sets.parent))} - {roots[0]})
-        index = {root: n for n, root in enumerate(roots)}
-        keys: list[list[str]] = [[] for _ in roots]
-        for key, own in probe._ids.items():
-            keys[index[find(own)]].append(key)
-        formats: list[set[str]] = [set() for _ in roots]
-        for own, found in probe._formats.items():
-            formats[index[find(own)]] |= found
-        held = {find(own) for own in probe._held}
+        met = probe.components
+        roots, index, held, inside = met.roots, met.indices(), met.held(), met.inside()
         rows = (
             replace(
                 row,
-                downstream=index[find(row.downstream)],
-                upstream=None if row.upstream is None else index[find(row.upstream)],
+                downstream=index[roots[row.downstream]],
+                upstream=None if row.upstream is None else index[roots[row.upstream]],
             )
             for row in probe.rows
         )
         components = (
-            (tuple(keys[n]), root in held, tuple(sorted(formats[n])))
-            for n, root in enumerate(roots)
+            (tuple(keys), root in held, tuple(sorted(inside.get(root, ()))))
+            for root, keys in met.keys().items()
         )
-        wide = sorted(key for key, found in probe._wide.items() if found)
+        wide = sorted(filter(probe.is_wide, probe.leaves))
         return cls(tuple(rows), tuple(components), tuple(wide), probe.classifies)
 
     def digest(self) -> int:
@@ -186,10 +177,10 @@ def merged(parts: Iterable[Part], probe: Probe | None = None) -> Probe:
     for (layout, counted, _), rows in zip(found, places, strict=True):
         probe.classifies |= layout.classifies
         for key in {row.key for row in layout.rows if row.upstream is None}:
-            probe._wide[key] = key in layout.wide and probe._wide.get(key, True)
+            probe.note_leaf(key, is_wide=key in layout.wide)
         for row, bin, count in counted:
             counts[rows[row], bin] += count
-    hold(probe, counts)
+    probe.set_counts(counts)
     handed = [(part.sums, rows) for part, rows in zip(found, places, strict=True) if part.sums]
     probe.sums = tuple(
         _added((sums[i], rows) for sums, rows in handed) for i in range(len(probe.sums))
@@ -207,27 +198,16 @@ def _added(handed: Iterable[tuple[Mapping[int, Sequence[float]], Sequence[int]]]
     return Sums.of(every)
 
 
-def hold(probe: Probe, counts: Tensor) -> None:
-    """Makes ``counts`` (int64, rows by 256, on the host) what the probe has seen."""
-    probe.counts = {counts.device: counts} if bool(counts.any()) else {}
-    probe._sent = [(counts, None)]
-
-
 def _join(probe: Probe, layout: Layout) -> list[int]:
-    """The number in the probe's sets of each of a layout's components."""
+    """The number in the probe of each of a layout's components."""
+    met = probe.components
     numbers = []
     for place, (keys, held, formats) in enumerate(layout.components):
-        own = probe._loss if place == 0 else None
-        for key in keys:
-            if key not in probe._ids:
-                probe._ids[key] = probe._sets.add()
-            own = probe._ids[key] if own is None else own
-            probe._sets.join(own, probe._ids[key])
-        own = probe._sets.add() if own is None else own
+        own = met.enter(keys, met.loss if place == 0 else None)
         numbers.append(own)
         if held:
-            probe._held.add(own)
-        probe._formats.setdefault(own, set()).update(formats)
+            met.hold(own)
+        met.note_formats(own, formats)
     return numbers
 
 
@@ -235,7 +215,8 @@ def _row(probe: Probe, where: dict[Any, int], row: Row, numbers: Sequence[int]) 
     down = numbers[row.downstream]
     up = None if row.upstream is None else numbers[row.upstream]
     # Ranks may have different things below the same key; leaves without a name are numbered.
-    own = repr(replace(row, downstream=probe._sets.find(down), upstream=None if up is None else 0))
+    root = probe.components.roots[down]
+    own = repr(replace(row, downstream=root, upstream=None if up is None else 0))
     if own not in where:
         where[own] = len(probe.rows)
         probe.rows.append(replace(row, downstream=down, upstream=up))

@@ -67,6 +67,11 @@ class SchedulerClocks:
 
     def of(self, scheduler: Any) -> SchedulerClock:
         """The clock of ``scheduler``, made at the first call."""
+        if isinstance(scheduler, torch.optim.Optimizer):
+            raise ValueError(
+                "step_scheduler takes the scheduler, made with torch.optim.lr_scheduler; got the "
+                f"optimizer, {type(scheduler).__name__}"
+            )
         clock = self._clocks.get(scheduler)
         if clock is None:
             place = len(self._clocks)
@@ -90,6 +95,7 @@ def _value(flag: InFlight | bool) -> bool:
     return flag if isinstance(flag, bool) else bool(flag.wait())
 
 
+@torch.no_grad()
 def average_(averages: Source, source: Source, decay: float, skipped: Tensor) -> None:
     """``averages = decay * averages + (1 - decay) * source``, in place, unless skipped.
 
@@ -100,15 +106,17 @@ def average_(averages: Source, source: Source, decay: float, skipped: Tensor) ->
         decay: from 0 to 1.
         skipped: 0-d bool on any device, read there and not on the host.
     """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay must lie between 0 and 1, got {decay!r}")
     if isinstance(averages, AveragedModel):
         averages = averages.module
-    followers, leaders = _tensors(averages), _tensors(source)
-    if len(followers) != len(leaders):
+    averaged, followed = _tensors(averages), _tensors(source)
+    if len(averaged) != len(followed):
         raise ValueError(
-            f"update_ema needs an average of every tensor: there are {len(followers)} averages of "
-            f"{len(leaders)} tensors. Make them with copy.deepcopy(model)"
+            f"update_ema needs an average of every tensor: there are {len(averaged)} averages of "
+            f"{len(followed)} tensors. Make them with copy.deepcopy(model)"
         )
-    pairs = list(zip(followers, leaders, strict=True))
+    pairs = list(zip(averaged, followed, strict=True))
     buffers: list[tuple[Tensor, Tensor]] = []
     if isinstance(averages, torch.nn.Module) and isinstance(source, torch.nn.Module):
         buffers = list(zip(averages.buffers(), source.buffers(), strict=True))

@@ -5,18 +5,18 @@ The counters arrive from the device some steps late (``readback.py``); nothing h
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from gradlift import floor
 from gradlift.torch.step.overflow_report import describe
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, COUNTS, FLOOR
+from gradlift.troubleshooting import see, warn
 
 BAD_LOSS_ADVICE = (
     "gradlift: the loss is inf or NaN before it is scaled: the data, the weights or the forward "
     "pass hold what is not finite, and no loss scale can help. The step is skipped and the scale "
     "stays as it is. The next step is watched for where it begins, and scaler.last_cause will hold "
-    "it; see docs/troubleshooting.md#the-loss-is-inf-or-nan"
+    "it"
 )
 
 
@@ -39,21 +39,19 @@ class Alarms:
         """The counters start again."""
         self._seen = [0] * COUNTS
 
-    def sound(self, counts: list[int] | None, scaler: Any) -> None:
-        """React to ``counts``, if any arrived.
+    def sound(self, counts: list[int], scaler: Any) -> None:
+        """Act on what is new in ``counts``.
 
         Args:
-            counts: the scaler's counters, see ``update.py``; None if none arrived.
+            counts: the scaler's counters, see ``update.py``.
             scaler: whose they are; its public face alone is used.
 
         Raises:
             FloatingPointError: where the user asked for it.
         """
-        if counts is None:
-            return
         seen, self._seen = self._seen, counts
         if counts[BAD_LOSS] > seen[BAD_LOSS]:
-            self._say_once("bad loss", BAD_LOSS_ADVICE, 5)
+            self._say_once(BAD_LOSS_ADVICE, "the-loss-is-inf-or-nan", 5)
         if counts[FLOOR] > seen[FLOOR]:
             policy = scaler.policy
             floor.act(policy.on_floor, lambda: _at_floor(scaler), scaler, self._say_at_floor)
@@ -63,15 +61,16 @@ class Alarms:
                 f"gradlift: {counts[CONSECUTIVE]} steps in a row were skipped "
                 f"(max_consecutive_skips={self._limit}), the scale is {scaler.get_scale():g}. "
                 f"The last overflow: {describe(scaler.overflow_report())}"
+                f"{see('steps-in-a-row-were-skipped')}"
             )
 
     def _say_at_floor(self, message: str) -> None:
-        self._say_once("floor", message, 6)
+        self._say_once(message, floor.AT_FLOOR, 6)
 
-    def _say_once(self, key: str, message: str, stacklevel: int) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+    def _say_once(self, message: str, anchor: str, stacklevel: int) -> None:
+        if anchor not in self._said:
+            self._said.add(anchor)
+            warn(message, anchor, stacklevel=stacklevel)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_limit": self._limit, "_said": self._said}

@@ -2,7 +2,8 @@
 
 In the order of a step::
 
-    ready     the ranks are known, there is a scale, partial gradients are summed
+    ready     the ranks are known, there is a scale, partial gradients are summed, and what broke
+              the step is told, if it was watched
     run       one pass over the gradients; a flag on the device, the overflow report, and the
               agreement of the ranks begun
     found     the flag, of all ranks
@@ -19,8 +20,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradlift.torch.forward.cause import Cause
+from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks import message, ownership
 from gradlift.torch.ranks.agreement import Agreement
+from gradlift.torch.ranks.shared_cause import first_of
 from gradlift.torch.step import grads
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.loss import LossFlags
@@ -71,6 +75,7 @@ class GradCheck:
         overflows: which gradients overflowed.
         agreement: the ranks.
         outcome: where the norm goes.
+        search: what looks for the cause of broken steps.
         clears: whether a skip sets the gradients to zero.
     """
 
@@ -82,11 +87,12 @@ class GradCheck:
         overflows: OverflowReport,
         agreement: Agreement,
         outcome: Outcome,
+        search: CauseSearch,
         clears: bool = False,
     ) -> None:
         self.scale, self.steps, self.losses = scale, steps, losses
         self.overflows, self.agreement, self.outcome = overflows, agreement, outcome
-        self.clears = clears
+        self.search, self.clears = search, clears
         self.watcher: Watcher | None = None
         self._collected: Collected | None = None
 
@@ -105,6 +111,13 @@ class GradCheck:
                     ownership.sum_partials_(optimizer)
         if self.scale.scale is None or self.scale.counts is None:
             self.scale.require(caller)
+        if self.search.under_way is not None:
+            found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
+            self.search.end(found, self._share_cause)
+
+    def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
+        ranks = self.agreement.ranks
+        return (found, late) if ranks is None else first_of(found, late, ranks, self.scale.device)
 
     # Unscale and check.
 

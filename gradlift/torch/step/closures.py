@@ -178,8 +178,19 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure | None
     return None, args, kwargs
 
 
-def check_arguments(max_norm: Any, retries: Any, closure: Closure | None) -> None:
+def check_arguments(
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    max_norm: Any,
+    retries: Any,
+    closure: Closure | None,
+) -> None:
     """Refuse what ``GradScaler.step`` cannot use."""
+    if args and isinstance(args[0], float) and type(optimizer).__module__.startswith("torch."):
+        raise ValueError(
+            f"step(optimizer, {args[0]!r}): a number says nothing here; to clip the gradient "
+            f"to this norm say max_norm={args[0]!r}"
+        )
     if max_norm is not None and (
         isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0
     ):

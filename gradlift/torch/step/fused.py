@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from typing import Any
 
 import torch
@@ -22,12 +21,13 @@ from gradlift.torch.step.check import GradCheck, Unscale
 from gradlift.torch.step.optimizer_step import OptimizerStep
 from gradlift.torch.step.readback import capturing
 from gradlift.torch.two_pass.two_pass import TwoPassStep
+from gradlift.troubleshooting import warn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """For ``optimizer.step``."""
 
 SCALER_AS_ARGUMENT = (
-    "step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
+    "gradlift: step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
     "self.grad_scale and self.found_inf, two tensors, in step() instead, and drop the argument"
 )
 
@@ -77,7 +77,7 @@ def run_with_scaler(
             f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
             "call unscale_() and clip_grad_norm_() before step()"
         )
-    warnings.warn(SCALER_AS_ARGUMENT, FutureWarning, stacklevel=4)
+    warn(SCALER_AS_ARGUMENT, "step-of-an-optimizer-with-grad_scaler", FutureWarning, stacklevel=4)
     args, kwargs = arguments
     result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
     check.outcome.found_inf = check.found(known)

@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import OptState
 from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.grads import local, parameters
 from gradlift.torch.step.optimizer_step import OptimizerStep
+from gradlift.troubleshooting import see
 
 # On a gradient: it was there, unscaled, when a loss was scaled. Not by address or ``id``, which
 # the next gradient may get.
@@ -86,8 +87,8 @@ class Watch:
         return id(param) not in self._hooked and self._versions[id(param)] != _version(param.grad)
 
 
-def note(check: GradCheck) -> None:
-    """A loss is scaled: look after what lies unscaled, and forget what was cleared."""
+def loss_was_scaled(check: GradCheck) -> None:
+    """A loss was scaled: watch gradients that lie unscaled, and forget those that were cleared."""
     for known in check.steps.unscaled():
         optimizer = known.optimizer and known.optimizer()
         if optimizer is None:
@@ -98,8 +99,8 @@ def note(check: GradCheck) -> None:
             known.watch = Watch(optimizer)
 
 
-def heed(check: GradCheck, known: OptimizerStep) -> None:
-    """Before unscaled gradients are used: begin anew if they are those of a later pass.
+def before_use(check: GradCheck, known: OptimizerStep) -> None:
+    """Unscaled gradients are about to be used: begin anew if a later backward pass made them.
 
     Raises:
         RuntimeError: they are of both kinds.
@@ -108,7 +109,7 @@ def heed(check: GradCheck, known: OptimizerStep) -> None:
         return
     verdict = known.watch.verdict()
     if verdict == MIXED:
-        raise RuntimeError(_MIXED_REFUSED)
+        raise RuntimeError(_MIXED_REFUSED + see("gradients-partly-scaled-and-partly-not"))
     if verdict == FRESH:
         known.begin_anew(check.found(known))
 

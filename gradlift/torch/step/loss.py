@@ -7,12 +7,13 @@ and then two steps both steps see both, with loss, step, loss, step each sees it
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradlift.torch.ranks.pipelines import is_rehearsal
+from gradlift.torch.ranks.pipelines import STAGES, is_rehearsal
 from gradlift.torch.step.grads import local
 from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.update import has_triton
@@ -38,7 +39,7 @@ class LossFlags:
 
     def see(self, output: Tensor, device: torch.device) -> None:
         """Note whether ``output`` (any shape, floating) is finite; the flag goes to ``device``."""
-        if is_rehearsal():
+        if STAGES in sys.modules and is_rehearsal():
             return
         self.seen = True
         self.outside = self.outside or (output.requires_grad and not self.in_closure)
@@ -77,7 +78,9 @@ class LossFlags:
             self._unseen = None
 
     def _add(self, value: Tensor, device: torch.device) -> None:
-        flag = moved_to(_not_finite(value), device)
+        flag = _not_finite(value)
+        if flag.device != device:
+            flag = moved_to(flag, device)
         self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
 
     def reset(self) -> None:

@@ -38,10 +38,6 @@ class InFlight:
         else:
             self._host = source.detach().cpu()
 
-    def arrived(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._event is None or self._event.query()
-
     def wait(self) -> Tensor:
         """The value, on the CPU."""
         if self._event is not None:

@@ -14,7 +14,6 @@ scaler learns of a probe some steps late, so its records are held back that long
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from gradlift.formats import get
 from gradlift.plan.histogram import Histogram
+from gradlift.plan.key import Key
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
 from gradlift.report.writers import Writer, writer_for
 from gradlift.torch.step.device_scale import DeviceScale
@@ -327,16 +327,13 @@ def module_records(
         order: place of each module's name in the model.
     """
     found: dict[str, ModuleRecord] = {}
-    for row, histogram in probe._records(exponent):
+    for row, histogram in probe.records(exponent):
         if row.upstream is not None:
             at = exponent + row.offset
             found[row.key] = module_record(row.key, at, histogram, row.format or "float16")
     last = len(order)
     return tuple(
-        found[key]
-        for key in sorted(
-            found, key=lambda k: order.get(re.sub(r"(\[\d+\])?(@\d+)?$", "", k), last)
-        )
+        found[key] for key in sorted(found, key=lambda key: order.get(Key.parse(key).module, last))
     )
 
 

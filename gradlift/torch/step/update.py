@@ -91,7 +91,7 @@ def _update_with_where_(
 
 
 def _numbers(policy: Policy, device: torch.device) -> Tensor:
-    """The rule's numbers, float64 [7] on ``device``; a Triton scalar would be float32."""
+    """The rule's numbers, float64 [8] on ``device``; a Triton scalar would be float32."""
     return _on_device(tuple(map(float, numbers(policy))), device)
 
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from gradlift import schema
 from gradlift.plan import saved as plan_state
 from gradlift.schema import Mismatch, Since, list_of, optional, record
-from gradlift.torch.adaptive.model_identity import IDENTITY
 from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.checkpoint import ADAPTIVE_KEY as STATE_KEY
+from gradlift.torch.model_identity import IDENTITY
 
 VERSION = 2
 NAME = f"state_dict[{STATE_KEY!r}]"

@@ -1,0 +1,79 @@
+"""Overflows above the global exponent alone, which one scale would not have had.
+
+Two of them within an interval cost the components exponents of their own, until a probe is clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradlift.plan.graph import Graph
+
+# Overflows in components above the global exponent, within an interval, that cost them theirs.
+MOST_ABOVE = 2
+
+
+class OverflowsAbove:
+    """Whether components may have exponents of their own.
+
+    Args:
+        layerwise: whether they ever may.
+        interval: steps within which overflows count together.
+    """
+
+    def __init__(self, layerwise: bool, interval: int) -> None:
+        self.layerwise, self._interval = layerwise, interval
+        self.one_scale = not layerwise
+        """Whether all components run at one exponent."""
+        self._steps: list[int] = []
+        """Steps that overflowed above the global exponent alone."""
+
+    def note(self, step: int, offsets: Sequence[int]) -> bool:
+        """Counts an overflow against the plan if it was above the loss scale alone.
+
+        Args:
+            step: which overflowed.
+            offsets: what the modules ran at in which it did.
+
+        Returns:
+            Whether it was one too many, so that exponents of their own are dropped. The next probe,
+            which may bring them back, then has time.
+        """
+        if not offsets or min(offsets) <= 0:
+            return False
+        recent = [other for other in self._steps if step - other < self._interval]
+        self._steps = [*recent, step][-MOST_ABOVE:]
+        self.one_scale = self.one_scale or len(self._steps) == MOST_ABOVE
+        return self.one_scale
+
+    def end_by_clean_probe(self) -> None:
+        """A probe without an overflow brings exponents of their own back."""
+        self.one_scale = not self.layerwise
+
+    def held(self, graph: Graph) -> Graph:
+        """The graph, at one exponent throughout if that is how it is to run."""
+        if not self.one_scale:
+            return graph
+        return replace(graph, components=tuple(replace(c, pinned=0) for c in graph.components))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why there is one exponent for all, if that is no wish of the user's."""
+        if not self.one_scale or not self.layerwise:
+            return ()
+        steps = " and ".join(map(str, self._steps))
+        return (
+            f"parts above the loss scale, and they alone, overflowed in steps {steps}; one "
+            "exponent for all until a probe is clean",
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """What it remembers, in primitives."""
+        return {"above": list(self._steps), "one_scale": self.one_scale}
+
+    def resumed(self, steps: Sequence[int], one_scale: bool) -> OverflowsAbove:
+        """One that goes on from what ``to_dict`` wrote."""
+        made = OverflowsAbove(self.layerwise, self._interval)
+        made._steps, made.one_scale = list(steps), one_scale
+        return made

@@ -1,0 +1,23 @@
+"""The parts of a scaler, for tests that look at one of them while the whole runs."""
+
+from gradlift.plan.pilot import Pilot
+from gradlift.torch import AdaptiveGradScaler, GradScaler
+from gradlift.torch.adaptive.controller import Controller
+from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.ranks.agreement import Agreement
+
+
+def agreement_of(scaler: GradScaler) -> Agreement:
+    return scaler._agreement
+
+
+def controller_of(scaler: AdaptiveGradScaler) -> Controller:
+    return scaler._controller
+
+
+def engine_of(scaler: AdaptiveGradScaler) -> Engine:
+    return controller_of(scaler).engine
+
+
+def pilot_of(scaler: AdaptiveGradScaler) -> Pilot:
+    return controller_of(scaler).pilot
