@@ -19,6 +19,24 @@ with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
 
+# What torch 2.6, the oldest that is declared, cannot do, by the names of tests that need it.
+NOT_IN_OLDEST = {
+    "test_torch_adaptive.py::test_a_distributed_checkpoint_holds": "dcp.save has no no_dist",
+    "test_torch_adaptive_checkpoints.py": "FSDP2 does not run on the CPU",
+    "test_torch_adaptive_ranks.py": "FSDP2 does not run on the CPU",
+    "test_the_agreement_is_traced_whole": "torch.compile does not trace hash()",
+    "[defect_6_": "torch.compile does not trace inspect.unwrap",
+    "[defect_5_mixed_gradients]": "DTensor warns of random numbers on the CPU",
+    "[defect_5_plain_first]": "DTensor warns of random numbers on the CPU",
+    "test_4_dtensors_with_different": "DTensor warns of random numbers on the CPU",
+    "test_torch_has_the_defect[defect_7_bad_argument": "torch does not have this defect yet",
+    "test_one_product_for_all_leaves": "storages do not tell how many use them",
+    "test_leaves_that_must_not_wait": "storages do not tell how many use them",
+    "test_memory_that_somebody_else_holds": "storages do not tell how many use them",
+    "test_a_pass_that_raises_leaves_no_gradient": "storages do not tell how many use them",
+}
+
+
 def pytest_addoption(parser):
     parser.addoption("--default-device", help="torch.set_default_device() in every test")
 
@@ -41,6 +59,11 @@ def _default_device(request, monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        for item in items:
+            for name, reason in NOT_IN_OLDEST.items():
+                if name in item.nodeid:
+                    item.add_marker(pytest.mark.skip(reason=f"torch 2.6: {reason}"))
     if torch.cuda.is_available():
         return
     for item in items:

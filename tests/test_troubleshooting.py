@@ -71,8 +71,8 @@ def test_nobody_warns_past_the_helper():
                 assert node.module != "warnings", file
 
 
-def test_every_anchor_is_a_heading_of_ours():
-    there = anchors(OURS)
+def test_every_anchor_is_a_heading():
+    there = anchors(PAGES[PAGE])
     for file, used in named().items():
         assert used <= there, file
 
@@ -80,7 +80,7 @@ def test_every_anchor_is_a_heading_of_ours():
 def test_every_entry_of_ours_is_named_by_a_message():
     headings = re.findall(r"^### (.+)$", OURS, re.M)
     used = set().union(*named().values())
-    assert set().union(*(anchors(f"### {heading}") for heading in headings)) == used
+    assert set().union(*(anchors(f"### {heading}") for heading in headings)) <= used
 
 
 def words(text: str) -> list[str]:

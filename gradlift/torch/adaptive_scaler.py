@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,11 @@ from gradlift.zhao2019 import Zhao2019
 # overflows again is lost, and a probe brings the scale back a few steps later.
 BACKOFF_BITS = 4
 BACKOFF = 2.0**-BACKOFF_BITS
+
+SETTINGS = (
+    "model", "device", "format", "tolerance", "headroom", "interval", "init_scale", "layerwise",
+    "rule", "emulate", "enabled", "linear", "process_group", "forward",
+)  # fmt: skip
 
 ANOTHER_MODEL = (
     "gradlift: the state was saved with another model: its modules, or the shapes of its "
@@ -110,7 +115,14 @@ class AdaptiveGradScaler(GradScaler):
         linear: Iterable[type] = (),
         process_group: Any = None,
         forward: str | ForwardGuard | None = None,
+        **others: NoReturn,
     ) -> None:
+        if others:
+            raise TypeError(
+                f"AdaptiveGradScaler takes no {', '.join(others)}: it finds its scale from the "
+                "gradients, so policies and their numbers are GradScaler's alone; what it takes is "
+                f"{', '.join(SETTINGS)}"
+            )
         settings.check_adaptive(model, interval, init_scale, layerwise, rule)
         check_limits(tolerance, headroom)
         linear = settings.checked_functions(linear)

@@ -32,6 +32,7 @@ from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Peaks, Weights
 from gradlift.torch.step.update import has_triton
+from gradlift.troubleshooting import see
 
 Collected = tuple[grads.Buckets, grads.Places]
 Unscale = Callable[[torch.optim.Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
@@ -286,7 +287,9 @@ class GradCheck:
         checked, dropped = self.steps.checked(), self.steps.dropped()
         flags = [(self.found(known), known.bad_loss) for known in checked] + dropped
         if required and not flags:
-            raise AssertionError("No inf checks were recorded prior to update.")
+            raise AssertionError(
+                "No inf checks were recorded prior to update." + see("no-inf-checks-were-recorded")
+            )
         losses = [bad_loss for _, bad_loss in flags if bad_loss is not None]
         founds = [found for found, _ in flags]
         return _total(founds, self.scale.zero), _total(losses, self.scale.zero)

@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.grads import parameters
+from gradlift.troubleshooting import see
 
 Closure = Callable[[], Any]
 
@@ -134,7 +135,10 @@ class ClosureStep:
         known.in_step, known.is_reported = True, False
         self._unscale(optimizer)
         if not known.entry["found_inf_per_device"]:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer."
+                + see("no-inf-checks-were-recorded")
+            )
         outcome = self._check.outcome
         outcome.found_inf = self._check.found(known)
         overflow = outcome.known_skip = bool(outcome.found_inf)

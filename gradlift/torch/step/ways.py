@@ -22,6 +22,7 @@ from gradlift.torch.step.fused import Arguments
 from gradlift.torch.step.optimizer_step import OptimizerStep
 from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.two_pass import TwoPassStep
+from gradlift.troubleshooting import see
 
 
 def step(
@@ -81,7 +82,9 @@ def plain(
         known.in_step, known.needs_norm = True, max_norm is not None
         unscale(optimizer)
     if not known.entry["found_inf_per_device"]:
-        raise AssertionError("No inf checks were recorded for this optimizer.")
+        raise AssertionError(
+            "No inf checks were recorded for this optimizer." + see("no-inf-checks-were-recorded")
+        )
     outcome = check.outcome
     outcome.found_inf = check.found(known)
     clip = None if max_norm is None else check.clip_coefficient(optimizer, max_norm)
