@@ -58,13 +58,14 @@ class ProbeSchedule:
 
         It brings the next probe forward to ``step``. But where routing depends on the data there
         may be one in every step: those that follow each other within an interval wait twice as
-        long each time.
+        long each time, and a step more: by powers of two alone a graph that comes in every fourth
+        step might never be met.
         """
         probed, wait, met = self._unplanned
         wait = 1 if step - met > self.interval else wait
         if probed + wait <= step < self.next_probe:
             self.next_probe = step
-            wait = min(2 * wait, self.interval)
+            wait = min(2 * wait + 1, self.interval)
         self._unplanned = probed, wait, step
 
     def _wait(self, now: int) -> int:
