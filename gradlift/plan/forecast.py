@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Steps that a trend between probes is taken from. Over many more, gradients that begin to grow look
-# as if they stood still; half of them show noise.
-TREND = 16
-
 
 def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap: int = 8) -> int:
     """Bits by which the largest gradient will have grown ``ahead`` steps from the last one.
@@ -74,9 +70,7 @@ def predict(
     if not known:
         return exponent
     # Fewer steps than these show noise, not a trend.
-    latest = recent[-TREND:]
-    enough = sum(peak is not None for peak in latest) >= TREND // 2
-    trend = growth(range(len(latest)), latest, ahead, cap=slack) if enough else 0
+    trend = growth(range(len(recent)), recent, ahead, cap=slack) if len(known) >= 8 else 0
     top = limit - max(known) - trend
     if exponent > top:
         return top

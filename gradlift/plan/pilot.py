@@ -271,7 +271,7 @@ class Pilot:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.
             own = record.amax + moved
-            self._limit = plan.limit(max(own, *self._known) if self.format.saturates else own)
+            self._limit = plan.limit(max([own, *self._known]) if self.format.saturates else own)
         if self._at_stake:
             target = min(target, self._limit - max(self._known, default=-MAX_EXPONENT))
         self.schedule.planned(now, probe_again=plan.probe_again)
