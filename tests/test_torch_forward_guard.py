@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 from gradlift.torch.forward.guard import ForwardGuard
 
 HALF = torch.float16
@@ -242,3 +245,54 @@ def test_a_forward_of_ones_own_is_left_alone():
 def test_a_distance_that_is_none(distance: object):
     with pytest.raises(ValueError, match="distance must be"):
         ForwardGuard(network(), distance)
+
+
+class Ops(TorchDispatchMode):
+    """The ops of a step, by name; on a GPU they are its launches and its reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def trained(steps: int, build: Callable[[nn.Module], torch.amp.GradScaler]):
+    """Weights after some healthy steps, the ops of each, and the scale."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = build(model)
+    ops = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        with Ops() as seen:
+            with torch.autocast("cpu", HALF):
+                loss = (model(X) - 0.01 * step).pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        ops.append(seen.names)
+    return [p.detach().clone() for p in model.parameters()], ops, scaler.get_scale()
+
+
+@pytest.mark.parametrize("kind", ["plain", "adaptive"])
+def test_200_healthy_steps_are_those_without_guard_and_search(kind: str):
+    """The same weights and the same ops, so the same launches, and nothing more is read back."""
+
+    def without(model: nn.Module) -> torch.amp.GradScaler:
+        if kind == "plain":
+            return GradScaler("cpu", init_scale=2.0**8)
+        return AdaptiveGradScaler(model, "cpu")
+
+    def guarded(model: nn.Module) -> torch.amp.GradScaler:
+        if kind == "plain":
+            return GradScaler("cpu", init_scale=2.0**8, model=model)
+        return AdaptiveGradScaler(model, "cpu", forward="mend")
+
+    expected, ops, scale = trained(200, without)
+    weights, own_ops, own_scale = trained(200, guarded)
+    assert all(map(torch.equal, weights, expected))
+    assert own_scale == scale
+    assert own_ops == ops
