@@ -217,19 +217,19 @@ def main(arguments: list[str] | None = None) -> None:
         "python": sys.version.split()[0],
         "commit": find_commit() or "unknown",
     }
-    rows = [
-        row
-        for name, size in (QUICK if options.quick else SIZES).items()
-        for row in measure(name, size, rounds, block)
-    ]
     print("  ".join(f"{key} {value}" for key, value in where.items()))
     print(f"{'':6} {'step':20} {'ms':>8}  {'over plain':25} {'instructions':>12} {'MB':>8}")
-    for row in rows:
-        print(
-            f"{row.size:6} {row.variant:20} {row.milliseconds:8.3f}  {row.ratio!s:25} "
-            f"{row.instructions:12} {row.megabytes:8.1f}"
-        )
-    save(options.json, where, rows=rows)
+    rows: list[Row] = []
+    for name, size in (QUICK if options.quick else SIZES).items():
+        found = measure(name, size, rounds, block)
+        for row in found:
+            print(
+                f"{row.size:6} {row.variant:20} {row.milliseconds:8.3f}  {row.ratio!s:25} "
+                f"{row.instructions:12} {row.megabytes:8.1f}",
+                flush=True,
+            )
+        rows += found
+        save(options.json, where, rows=rows)
 
 
 if __name__ == "__main__":

@@ -179,27 +179,28 @@ def main(arguments: list[str] | None = None) -> None:
         "python": sys.version.split()[0],
         "commit": find_commit() or "unknown",
     }
+    print("  ".join(f"{key} {value}" for key, value in where.items()))
     tell("scanned tanh layers")
     deep = Deep(24, 16, 8, 0.3) if options.quick else Deep(120)
-    depth = deep.params[0].shape[0]
+    print(f"{deep.params[0].shape[0]} tanh layers        flushed   off   worst  active  exponents")
     outcomes = [deep.best_single(), deep.planned()]
-    times = deep.milliseconds(2 if options.quick else 50)
-    runs = {}
-    for name, dtype in (("float32", jnp.float32), ("float16, adaptive", jnp.float16)):
-        tell(f"{size.layers} scanned layers of a decoder in {name}")
-        runs[name] = train(size, steps, dtype)
-    plan = runs["float16, adaptive"][2].plan
-    print(plan, by_layer(plan), sep="\n", end="\n\n")
-    print("  ".join(f"{key} {value}" for key, value in where.items()))
-    print(f"{depth} tanh layers        flushed   off   worst  active  exponents")
     for o in outcomes:
         numbers = f"{o.flushed:8.4%} {o.off:5} {o.worst:7.1%} {o.active:7}"
-        print(f"{o.how:22} {numbers}  {o.low} to {o.high}")
-    print(f"a step: value_and_grad {times[0]:.3f} ms, layerwise {times[1]:.3f} ms")
-    for name, (loss, skipped, _) in runs.items():
-        print(f"decoder, {name:18} loss {loss:.4f}, skipped {skipped} of {steps}")
-    found = {name: {"loss": loss, "skipped": skipped} for name, (loss, skipped, _) in runs.items()}
-    save(options.json, where, deep=outcomes, milliseconds=times, decoder=found, plan=str(plan))
+        print(f"{o.how:22} {numbers}  {o.low} to {o.high}", flush=True)
+    times = deep.milliseconds(2 if options.quick else 50)
+    print(f"a step: value_and_grad {times[0]:.3f} ms, layerwise {times[1]:.3f} ms", flush=True)
+    decoder: dict[str, Any] = {}
+    plan = None
+    for name, dtype in (("float32", jnp.float32), ("float16, adaptive", jnp.float16)):
+        tell(f"{size.layers} scanned layers of a decoder in {name}")
+        loss, skipped, scaler = train(size, steps, dtype)
+        print(f"decoder, {name:18} loss {loss:.4f}, skipped {skipped} of {steps}", flush=True)
+        decoder[name], plan = {"loss": loss, "skipped": skipped}, scaler.plan
+        save(
+            options.json, where, deep=outcomes, milliseconds=times, decoder=decoder, plan=str(plan)
+        )
+    assert plan is not None
+    print(plan, by_layer(plan), sep="\n")
 
 
 if __name__ == "__main__":
