@@ -1,5 +1,6 @@
 # make demo   set up what it needs, train on digits in fp16 six ways, print tables, make a report
 # make test   set everything up and run the tests
+# make test-long  the tests that take longer, which CI runs as well
 # make soak   trainings that everything happens to, for MINUTES=10
 # make check  formatting, lint and types
 # make docs   build the documentation into site/
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-gpu test-slow test-mxnet test-oldest soak check format bench docs dist clean
+.PHONY: help demo test test-long test-gpu test-slow test-mxnet test-oldest soak check format bench docs dist clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -42,6 +43,10 @@ test: .venv/.ready
 # Needs a CUDA device, and runs from the source tree with whatever torch is at hand.
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+
+# Named in tests/long.txt.
+test-long: .venv/.ready
+	$(BIN)/python -m pytest -n 2 -m "long and not slow"
 
 test-slow: .venv/.ready
 	$(BIN)/python -m pytest -m slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ if not torch.cuda.is_available():
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
+
+# More than a few seconds each: `make test-long`, which CI runs after `make test`.
+LONG = set((Path(__file__).parent / "long.txt").read_text().split())
 
 # What torch 2.6, the oldest that is declared, cannot do, by the names of tests that need it.
 NOT_IN_OLDEST = {
@@ -63,7 +67,12 @@ def _default_device(request, monkeypatch):
         torch.set_default_device(None)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks are chosen by
 def pytest_collection_modifyitems(items):
+    for item in items:
+        test = item.nodeid.removeprefix("tests/")
+        if {test, test.split("[")[0], test.split("::")[0]} & LONG:
+            item.add_marker(pytest.mark.long)
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         for item in items:
             for name, reason in NOT_IN_OLDEST.items():

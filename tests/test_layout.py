@@ -239,3 +239,11 @@ def test_the_docs_map_names_every_file_once_and_no_other():
     mapped = re.findall(r"^\| `([\w/]+\.py)` \|", text, flags=re.MULTILINE)
     assert sorted(mapped) == sorted(files)
     assert set(re.findall(r"`(torch/\w+\.py)`", text)) <= files
+
+
+def test_every_long_test_is_there():
+    """A test that was renamed would otherwise come back among the short ones."""
+    for line in (ROOT / "tests" / "long.txt").read_text().split():
+        file, _, name = line.partition("::")
+        text = (ROOT / "tests" / file).read_text()
+        assert not name or f"def {name.partition('[')[0]}(" in text, line
