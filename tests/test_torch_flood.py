@@ -159,8 +159,9 @@ def test_a_gate_knows_its_cuts_and_what_feeds_leaves():
 def test_only_modules_with_active_cuts_are_looked_at():
     model = Net()
     engine = following(model)
-    names = engine.watch.names.of_module
-    assert {names[own] for own in engine.watch.hook.only} == {"layers.1"}
+    names, looked_at = engine.watch.names.of_module, engine.watch.hook.only
+    assert looked_at is not None
+    assert {names[own] for own in looked_at} == {"layers.1"}
     same(gradients(model, engine), gradients(model, None))
     assert engine.active == (("layers.1", 5),)
     engine.follow(dict.fromkeys(OFFSETS, 0), ())

@@ -16,7 +16,6 @@ other place where a scheduler could be held back after a skipped step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -143,7 +142,7 @@ class _Scaling:
 
     # Forward.
 
-    def forward_context(self) -> AbstractContextManager:
+    def forward_context(self) -> Any:
         if self._modules and torch.is_grad_enabled():
             # Makes the scaler too, which is to see the first pass already.
             self._joint.before_forward(self.scaler, self._modules)
