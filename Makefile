@@ -61,7 +61,7 @@ test-slow: .venv/.ready
 	@touch $@
 
 test-oldest: .venv-oldest/.ready
-	.venv-oldest/bin/python -m pytest -n 2 -W "ignore:Conversion of an array with ndim" \
+	.venv-oldest/bin/python -m pytest -n 2 -m "not slow" -W "ignore:Conversion of an array with ndim" \
 	  tests/test_torch_*.py tests/test_report*.py
 
 # Goes on where it was when FOLDER is given again.
