@@ -106,3 +106,12 @@ def jax_device(request):
         pytest.skip("no GPU that JAX can see")
     with jax.default_device(device):
         yield device
+
+
+@pytest.fixture
+def fresh_accelerate():
+    from trainer_cases import forget_accelerate
+
+    forget_accelerate()
+    yield
+    forget_accelerate()

@@ -12,6 +12,7 @@ from trainer_cases import (
     STEPS,
     Run,
     die,
+    forget_accelerate,
     fresh_scaler,
     net,
     optimizer_for,
@@ -28,26 +29,15 @@ from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 pytest.importorskip("accelerate", reason="gradlift[accelerate] is not installed")
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from accelerate.state import DistributedType, PartialState
 
 from gradlift.integrations.accelerate import prepare_scaler
 
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate():
-    """Accelerate keeps its settings in singletons."""
-    yield
-    forget()
-
-
-def forget():
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def fp16(device="cpu", **kwargs):
-    forget()
+    forget_accelerate()
     return Accelerator(mixed_precision="fp16", cpu=device == "cpu", **kwargs)
 
 
@@ -349,7 +339,7 @@ def test_everything_is_put_back():
 
 
 def test_refuses_what_needs_no_scaler():
-    forget()
+    forget_accelerate()
     with pytest.raises(ValueError, match="mixed_precision='bf16'"):
         prepare_scaler(Accelerator(mixed_precision="bf16", cpu=True))
     with pytest.raises(TypeError, match=r"must be a gradlift\.torch\.GradScaler"):

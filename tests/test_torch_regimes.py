@@ -5,22 +5,14 @@ networks that train in turn, layers that are dropped, sequences that grow, route
 trained on the CPU in fp16 autocast, from two seeds.
 """
 
-import statistics
-
 import pytest
 import torch
+from regime_harness import CLASSES, WIDTH, compare
 from torch import nn
 from torch.nn import functional as F
 
-from gradlift.torch import AdaptiveGradScaler
-
-WIDTH, CLASSES, ROWS, TIME = 32, 10, 48, 16
+ROWS, TIME = 48, 16
 SEEDS = (0, 1)
-WAYS = {
-    "torch": lambda model: torch.amp.GradScaler("cpu"),
-    "one scale": lambda model: AdaptiveGradScaler(model, "cpu", layerwise=False),
-    "layers": lambda model: AdaptiveGradScaler(model, "cpu"),
-}
 
 
 def tanh_layers(count):
@@ -192,37 +184,6 @@ CASES = {
 }
 
 
-def batches(seed, steps):
-    chance = torch.Generator().manual_seed(seed)
-    centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0))
-    for _ in range(steps):
-        y = torch.randint(CLASSES, (ROWS,), generator=chance)
-        yield centres[y] + torch.randn(ROWS, WIDTH, generator=chance), y
-
-
-def train(case, make_scaler, seed, steps=100):
-    """Steps that were skipped, and the mean of the losses."""
-    build, loss_of = CASES[case]
-    torch.manual_seed(seed)
-    model = build()
-    scaler = make_scaler(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    skipped, losses = 0, []
-    for step, (x, y) in enumerate(batches(seed, steps)):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_of(model, x, y, step)
-        scaler.scale(loss).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        skipped += not all(bool(grad.isfinite().all()) for grad in grads)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    if isinstance(scaler, AdaptiveGradScaler):
-        scaler.close()
-    return skipped, statistics.mean(losses)
-
-
 FAST = ("another task", "two networks in turn", "layers dropped", "routes that flip")
 
 
@@ -230,9 +191,7 @@ FAST = ("another task", "two networks in turn", "layers dropped", "routes that f
     "case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
 def test_no_more_skips_than_torchs_scaler_and_no_worse_a_loss(case):
-    found = {way: [train(case, make, seed) for seed in SEEDS] for way, make in WAYS.items()}
-    skips = {way: sum(run[0] for run in runs) for way, runs in found.items()}
-    losses = {way: statistics.mean(run[1] for run in runs) for way, runs in found.items()}
+    skips, losses = compare(*CASES[case], SEEDS, rate=2e-3, rows=ROWS)
     assert skips["layers"] <= skips["one scale"] <= skips["torch"]
     assert losses["one scale"] <= losses["torch"] * 1.01
     assert losses["layers"] <= losses["torch"] * 1.01

@@ -22,7 +22,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from lightning.fabric import Fabric
     from transformers import TrainingArguments
 
@@ -31,6 +30,7 @@ with warnings.catch_warnings():
     from gradlift.integrations.transformers import GradLiftTrainer
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:gradlift. the loss is inf or NaN"),
@@ -110,19 +110,6 @@ def close(scaler, recorder):
     recorder.close()
     if isinstance(scaler, AdaptiveGradScaler):
         scaler.close()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate():
-    forget()
-    yield
-    forget()
-
-
-def forget():
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
 
 
 def through_accelerate(model, make, folder):

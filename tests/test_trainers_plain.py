@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainer_cases import BATCH, net, optimizer_for, overflow, patterns, scheduler_for, start_ranks
+from trainer_cases import (
+    BATCH,
+    forget_accelerate,
+    net,
+    optimizer_for,
+    overflow,
+    patterns,
+    scheduler_for,
+    start_ranks,
+)
 
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 
@@ -22,13 +31,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from lightning.fabric import Fabric
 
     from gradlift.integrations.accelerate import prepare_scaler
     from gradlift.integrations.lightning import GradLiftPrecision
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # in Lightning's own use
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
@@ -110,20 +119,8 @@ def check(run, dropped=DROPPED, advances=1):
 # Accelerate
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerate():
-    yield
-    forget()
-
-
-def forget():
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
-
-
 def accelerate(first=0, last=STEPS, folder=None, drops=DROPPED):
-    forget()
+    forget_accelerate()
     accelerator = Accelerator(mixed_precision="fp16", cpu=True, gradient_accumulation_steps=2)
     prepared = prepare_scaler(accelerator, scaler())
     bare = net()
@@ -419,7 +416,7 @@ def test_an_accelerator_refuses_a_scaler_of_another_model():
     prepare_scaler(accelerator, AdaptiveGradScaler(net(), "cpu"))
     with pytest.raises(ValueError, match="AdaptiveGradScaler was made for another model"):
         accelerator.prepare(net())
-    forget()
+    forget_accelerate()
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
     prepare_scaler(accelerator, AdaptiveGradScaler)
     accelerator.prepare(net())

@@ -4,7 +4,16 @@ import os
 
 import pytest
 import torch
-from trainer_cases import DECAY, DEVICES, KILL_AT, OVERFLOW_AT, die, fresh_scaler, run_until_killed
+from trainer_cases import (
+    DECAY,
+    DEVICES,
+    KILL_AT,
+    OVERFLOW_AT,
+    die,
+    forget_accelerate,
+    fresh_scaler,
+    run_until_killed,
+)
 
 from gradlift import Dynamic, Static
 from gradlift.torch import AdaptiveGradScaler, GradScaler
@@ -12,7 +21,6 @@ from gradlift.torch import AdaptiveGradScaler, GradScaler
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="gradlift[transformers] is not installed")
 pytest.importorskip("accelerate", reason="gradlift[accelerate] is not installed")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -30,16 +38,7 @@ STEPS = 16
 SAVE_AT = 8
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerate():
-    yield
-    forget()
-
-
-def forget():
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def gpt2():
@@ -111,7 +110,7 @@ def fit(
     steps=STEPS,
     **kwargs,
 ):
-    forget()
+    forget_accelerate()
     settings = {
         "fp16": True,
         "use_cpu": device == "cpu",

@@ -33,6 +33,15 @@ LR = 0.05
 BATCH = 32
 
 
+def forget_accelerate():
+    """Accelerate keeps its settings in singletons."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
 def net(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
