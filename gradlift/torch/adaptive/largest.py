@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradlift.torch.adaptive.counted_rows import NONE, CountedRows, Known, RowsByOptimizer
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.narrow import NONE, CountedRows, Known, Narrow
 from gradlift.torch.step import fused, grads
 from gradlift.torch.step.readback import moved_to
 
@@ -37,7 +37,7 @@ class LargestGradients:
         self.offsets: Mapping[str, int] = NONE
         """By name, of the parameters whose component is above the loss's exponent."""
         self._engine = engine
-        self._narrow = Narrow()
+        self._rows = RowsByOptimizer()
         self._seen: list[Tensor] = []
         self._sizes: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
@@ -81,7 +81,7 @@ class LargestGradients:
             # A step that runs neutral has all of them at the loss's exponent.
             offsets = NONE
         names = engine.watch.names.of_parameter
-        return self._narrow.of(optimizer, Known(engine.probes.wide, offsets, names))
+        return self._rows.of(optimizer, Known(engine.probes.wide, offsets, names))
 
     def all(self, zero: Tensor) -> Tensor:
         """The magnitudes seen since ``take``: float32, 0-d or [n], on the device of ``zero``, at

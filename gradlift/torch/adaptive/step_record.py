@@ -33,7 +33,7 @@ class Pending:
     layout: Layout | None = None
     """What the ranks were told of the probe, until it is made that of all of them."""
     weighted: bool = False
-    """Whether the largest gradient is not the largest true one, see ``narrow.py``."""
+    """Whether the largest gradient is not the largest true one, see ``counted_rows.py``."""
 
     @property
     def probed(self) -> bool:

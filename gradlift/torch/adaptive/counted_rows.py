@@ -38,7 +38,7 @@ class Known:
     """All parameters, by ``id``."""
 
 
-class Narrow:
+class RowsByOptimizer:
     """Remembers, for each optimizer, which of its rows are left out and how much others count."""
 
     def __init__(self) -> None:
