@@ -185,7 +185,7 @@ def test_the_order_does_not_depend_on_who_came_first():
     for pin_first in (True, False):
         scaler = AdaptiveGradScaler(model, "cpu", format=E4M3, emulate=True, init_scale=2.0**4)
         engine_of(scaler).take()
-        assert not engine_of(scaler).watch.watching
+        assert not engine_of(scaler).watch.hook
         hooks = list(torch_module._global_forward_hooks)
         if pin_first:
             controller_of(scaler).emulation.close()

@@ -165,7 +165,7 @@ def test_only_modules_with_active_cuts_are_looked_at():
     same(gradients(model, engine), gradients(model, None))
     assert engine.active == (("layers.1", 5),)
     engine.follow(dict.fromkeys(OFFSETS, 0), ())
-    assert not engine.watch.watching
+    assert not engine.watch.hook
 
 
 def test_exponents_of_modules_that_are_gone_cost_nothing():
@@ -173,13 +173,13 @@ def test_exponents_of_modules_that_are_gone_cost_nothing():
     model.gone = nn.Linear(4, 4)
     both = lambda model: loss_of(model) + model.gone(X).pow(2).mean()  # noqa: E731
     engine = following(model, lambda graph: {**dict.fromkeys(OFFSETS, 0), "gone": 4}, both)
-    assert engine.watch.watching
+    assert engine.watch.hook
     engine.probe()
     plain(engine, loss_of(model), SCALE)
     engine.take()
     # The pilot forgets it after some probes.
     engine.follow(dict.fromkeys(OFFSETS, 0), ())
-    assert not engine.watch.watching
+    assert not engine.watch.hook
 
 
 # Graphs that are not the planned one.

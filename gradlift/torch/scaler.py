@@ -312,8 +312,10 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             What ``optimizer.step`` returned, or None if the step was skipped.
         """
-        closure, rest, rest_kwargs = closures.split(args, kwargs)
-        closures.check_arguments(optimizer, args, max_norm, retries, closure)
+        closure, rest, rest_kwargs = None, args, kwargs
+        if args or kwargs or max_norm is not None or retries != 0:
+            closure, rest, rest_kwargs = closures.split(args, kwargs)
+            closures.check_arguments(optimizer, args, max_norm, retries, closure)
         if max_norm is not None:
             self._outcome.max_norm = max_norm
         if not self._enabled:
@@ -348,7 +350,8 @@ class GradScaler(torch.amp.GradScaler):
             ).run(rest, rest_kwargs)
         known.entry["stage"] = OptState.STEPPED
         if not torch.compiler.is_compiling():
-            self._outcome.keep_for(optimizer)
+            outcome = self._outcome
+            outcome.by_optimizer[optimizer] = outcome.found_inf, outcome.known_skip
         return result
 
     # Update.
@@ -385,8 +388,9 @@ class GradScaler(torch.amp.GradScaler):
                 self._losses.total,
                 self._search.found_now,
             )
+        counts = None
         if new_scale is None:
-            self._device_scale.update_(found, bad_loss)
+            counts = self._device_scale.update_(found, bad_loss)
         else:
             self._device_scale.set_(new_scale, found, self._device)
         self._outcome.max_norm = None
@@ -395,15 +399,14 @@ class GradScaler(torch.amp.GradScaler):
         if not torch.compiler.is_compiling():
             if self._search.under_way is not None or self._search.found_now is not None:
                 self._search.end_step()
-            self._look_after()
+            self._look_after(counts)
 
-    def _look_after(self) -> None:
-        """Raise or warn of what has reached the host by now."""
+    def _look_after(self, counts: list[int] | None = None) -> None:
+        """Raise or warn of what has reached the host by now; ``counts``, if it knows them."""
         if self._agreement.evidence is not None:
             self._agreement.verify()
-        scale = self._device_scale
-        assert scale.counts is not None
-        counts = scale.readback.tick(scale.counts)
+        if counts is None:
+            counts = self._device_scale.arrived_counts()
         if counts is not None and counts[:UPDATES] != self._search.considered:
             self._alarms.sound(counts, self)
             self._search.consider(counts)

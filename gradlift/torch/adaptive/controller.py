@@ -101,7 +101,8 @@ class Controller:
         if self.emulation is not None:
             calibrating = self.pilot.plan is None and probing
             self.emulation.begin(self.step_number, calibrating=calibrating)
-        self.engine.check(loss)
+        if self.engine.watch.hook is not None:
+            self.engine.check(loss)
 
     def pin(self, offsets: Mapping[str, int]) -> None:
         """Fix exponents by hand; ``{}`` ends it."""

@@ -186,7 +186,12 @@ class GradCheck:
             self._ask_ranks(optimizer, known)
 
     def _take_losses(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.losses.take() if self.agreement.tells_bad_losses else (None, None)
+        """What the step at hand answers for: the losses' flag, or one loss that the device has yet
+        to look at; neither where nothing applies."""
+        if not self.agreement.tells_bad_losses:
+            return None, None
+        self.losses.taken = True
+        return self.losses.flag, self.losses.unseen
 
     def bad_loss(self) -> Tensor | None:
         """The flag of the losses that the step answers for, looked at now; None without any."""
