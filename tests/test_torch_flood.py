@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, only_looks, plain, random_offsets, run, same
+from cuts_harness import SCALE, grads_of, only_looks, plain, random_offsets, run, same
 from test_torch_cuts_fuzz import WIDTH, Program, backward_of
 from torch import nn
 
@@ -62,10 +62,6 @@ def following(model, offsets=None, step=loss_of):
     engine.follow(OFFSETS if offsets is None else offsets(found), ())
     model.zero_grad()
     return engine
-
-
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def gradients(model, engine, step=loss_of):
