@@ -238,12 +238,9 @@ def makes_a_graph() -> bool:
 
 def is_batched(grad: torch.Tensor | None) -> bool:
     """Whether many gradients run as one under vmap; the hooks could not look at them."""
-    functorch = getattr(torch._C, "_functorch", None)
-    legacy = getattr(functorch, "is_legacy_batchedtensor", None)
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
-    if transforms is not None and transforms():
+    if passes.in_transform():
         return True
-    return grad is not None and legacy is not None and legacy(grad)
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def call_through(gate: Gate, marks: Marks) -> passes.Call | str:

@@ -102,16 +102,18 @@ class Agreement:
 
     def join(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
         """The ranks to decide with, once this optimizer's parameters were looked at."""
-        several = dist.is_available() and dist.is_initialized()
-        if not torch.compiler.is_compiling():
-            if self._process_group is not None and self.ranks is None:  # comes from a pickle
-                self.ranks = groups.of(self._process_group)
+        compiling = torch.compiler.is_compiling()
+        if self._process_group is not None and self.ranks is None and not compiling:
+            self.ranks = groups.of(self._process_group)  # comes from a pickle
+        if not dist.is_available() or not dist.is_initialized():
+            self.tells_bad_losses = True
+            return self.ranks
+        if not compiling:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
-            if several and self._joined.get(optimizer) != count:
+            if self._joined.get(optimizer) != count:
                 self._look_at(optimizer)
                 self._joined[optimizer] = count
-        lone = not several or dist.get_world_size() == 1
-        self.tells_bad_losses = lone or self.ranks is not None
+        self.tells_bad_losses = dist.get_world_size() == 1 or self.ranks is not None
         return self.ranks
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
