@@ -39,7 +39,8 @@ from gradlift.jax.cuts import Layerwise, Traced
 from gradlift.jax.parameters import Parameters
 from gradlift.jax.state import LEAVES, ValueAndGrad, init
 from gradlift.plan.histogram import BINS
-from gradlift.plan.pilot import ADVICE, Pilot
+from gradlift.plan.observations import ADVICE
+from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
 from gradlift.plan.potential import Graph

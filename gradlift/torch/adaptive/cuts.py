@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 
 from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.graph import Node
@@ -240,7 +241,7 @@ def is_batched(grad: torch.Tensor | None) -> bool:
     """Whether many gradients run as one under vmap; the hooks could not look at them."""
     if passes.in_transform():
         return True
-    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+    return grad is not None and is_legacy_batchedtensor(grad)
 
 
 def call_through(gate: Gate, marks: Marks) -> passes.Call | str:
