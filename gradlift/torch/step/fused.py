@@ -58,6 +58,8 @@ def run(
         else:
             grad_scale = grad_scale / coefficient
     result = step(optimizer, grad_scale, found, *arguments)
+    if grad_scale is not None and not torch.compiler.is_compiling():
+        check.shared.made_true(optimizer, unless=found)
     if check.clears:
         grads.zero_where_(grads.collect(optimizer, True), found)
     return result
