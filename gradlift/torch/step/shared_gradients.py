@@ -23,8 +23,8 @@ _MARK = "_gradlift_made_true"
 
 class _Known(NamedTuple):
     optimizer: weakref.ref[torch.optim.Optimizer]
-    count: int
-    """Of its parameters."""
+    size: int
+    """How many parameters it has."""
     shared: list[Tensor]
     """Those that another optimizer has too."""
 
@@ -43,7 +43,7 @@ class SharedGradients:
         for group in optimizer.param_groups:
             count += len(group["params"])
         known = self._known.get(id(optimizer))
-        if known is None or known.count != count or known.optimizer() is not optimizer:
+        if known is None or known.size != count or known.optimizer() is not optimizer:
             self._look(optimizer, count)
             known = self._known[id(optimizer)]
         return known.shared
