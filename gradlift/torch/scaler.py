@@ -250,6 +250,7 @@ class GradScaler(torch.amp.GradScaler):
             if not torch.compiler.is_compiling():
                 if self._steps.entries and not self._losses.in_closure:
                     later_backward.loss_was_scaled(self._check)
+                self._check.shared.made.clear()
                 if self._search.under_way is not None:
                     self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
@@ -290,6 +291,8 @@ class GradScaler(torch.amp.GradScaler):
         known.entry["stage"] = OptState.UNSCALED
         if not torch.compiler.is_compiling():
             known.optimizer = weakref.ref(optimizer)
+            if not known.in_step:
+                self._check.made_true(optimizer)
 
     # Step.
 
@@ -345,10 +348,12 @@ class GradScaler(torch.amp.GradScaler):
             result = ways.step(call, self)
         else:
             result = closures.ClosureStep(call, closure, retries).run()
-        known.entry["stage"] = OptState.STEPPED
         if not torch.compiler.is_compiling():
+            if known.entry["stage"] is OptState.UNSCALED:  # and perhaps clipped since
+                self._check.made_true(optimizer)
             outcome = self._outcome
             outcome.by_optimizer[optimizer] = outcome.found_inf, outcome.known_skip
+        known.entry["stage"] = OptState.STEPPED
         return result
 
     # Update.

@@ -32,6 +32,7 @@ from gradlift.torch.step.loss import LossFlags
 from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Peaks, Weights
+from gradlift.torch.step.shared_gradients import SharedGradients, scale_again_
 from gradlift.torch.step.update import has_triton
 from gradlift.troubleshooting import see
 
@@ -96,6 +97,7 @@ class GradCheck:
         self.overflows, self.agreement, self.outcome = overflows, agreement, outcome
         self.search, self.clears = search, clears
         self.watcher: Watcher | None = None
+        self.shared = SharedGradients()
         self._collected: Collected | None = None
 
     def ready(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
@@ -167,6 +169,7 @@ class GradCheck:
     ) -> None:
         """Multiply the gradients by ``inv_scale`` (0-d float32) and check them."""
         self._collected = None
+        self.begin(optimizer)
         bad_loss, unseen = self._take_losses()
         start = self.scale.zero if bad_loss is None else bad_loss
         flags = unscale(optimizer, inv_scale, start, allow_fp16)
@@ -182,6 +185,21 @@ class GradCheck:
             bad_loss = self.losses.look()  # no gradients here; the other ranks have to know
         known.entry["found_inf_per_device"] = flags
         known.bad_loss = bad_loss
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a check: all of the optimizer's gradients at the scale."""
+        shared = self.shared
+        if torch.compiler.is_compiling() or (not shared.several and id(optimizer) in shared.known):
+            return
+        if twice := shared.of(optimizer):
+            scale_again_(twice, self.scale.require("step").scale)
+
+    def made_true(self, optimizer: torch.optim.Optimizer, unless: Tensor | None = None) -> None:
+        """The optimizer's gradients were divided by the scale, unless a flag (0-d float32) is
+        set."""
+        self.shared.made[id(optimizer)] = unless
+        if self.shared.several:
+            self.shared.mark(optimizer)
 
     def _take_losses(self) -> tuple[Tensor | None, Tensor | None]:
         """What the step at hand answers for: the losses' flag, or one loss that the device has yet

@@ -48,6 +48,8 @@ def run(call: StepCall) -> Any:
         else:
             grad_scale = grad_scale / coefficient
     result = step(optimizer, grad_scale, found, call.args, call.kwargs)
+    if grad_scale is not None and not torch.compiler.is_compiling():
+        check.made_true(optimizer, unless=found)
     if check.clears:
         grads.zero_where_(grads.collect(optimizer, True), found)
     return result

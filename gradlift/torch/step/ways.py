@@ -151,6 +151,7 @@ def two_passes(call: StepCall, limit: float) -> None:
     if unscaled:
         scale, found = check.scale.one, check.found(known).clone()
     else:
+        check.begin(optimizer)
         scale = check.scale.require("step").scale
         known.bad_loss = check.bad_loss()
         found = (check.scale.zero if known.bad_loss is None else known.bad_loss).clone()
