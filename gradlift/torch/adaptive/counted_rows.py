@@ -102,6 +102,10 @@ class CountedRows:
         buckets, places = collected
         groups: list[tuple[int, list[Tensor]]] = []
         for key, tensors in buckets.items():
+            if not self.left_out and not self.offsets:
+                filled = [tensor for tensor in tensors if tensor.numel()]
+                groups += [(0, filled)] if filled else []
+                continue
             found: dict[int, list[Tensor]] = {}
             for tensor, row in zip(tensors, places[key], strict=True):
                 if row not in self.left_out and tensor.numel():
