@@ -105,6 +105,10 @@ def run(model, step, engine=None, scale=SCALE, leaves=(), backward=plain):
     return grads, spy.seen
 
 
+def grads_of(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
 def same(found, expected):
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, only_looks, plain, random_offsets, run, same
+from cuts_harness import SCALE, grads_of, only_looks, plain, random_offsets, run, same
 from torch import nn
 
 from gradlift.torch.adaptive import cuts, linearity
@@ -66,10 +66,6 @@ def planned(model, step=loss_of, seed=0):
     survey = engine.take().survey(10)
     engine.follow(random_offsets(survey.graph, seed))
     return engine
-
-
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def gradients(model, engine, step=loss_of):

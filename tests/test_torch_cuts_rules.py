@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, run, same
+from cuts_harness import SCALE, grads_of, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,10 +57,6 @@ def pinned(model):
     watched.pin(PINS)
     yield watched
     watched.close()
-
-
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def fresh(model):

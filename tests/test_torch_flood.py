@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, only_looks, plain, random_offsets, run, same
+from cuts_harness import SCALE, grads_of, only_looks, plain, random_offsets, run, same
 from test_torch_cuts_fuzz import WIDTH, Program, backward_of
 from torch import nn
 
@@ -62,10 +62,6 @@ def following(model, offsets=None, step=loss_of):
     engine.follow(OFFSETS if offsets is None else offsets(found), ())
     model.zero_grad()
     return engine
-
-
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def gradients(model, engine, step=loss_of):
@@ -564,7 +560,7 @@ def test_nothing_waits_where_another_graph_adds_to_the_same_leaves(armed, produc
 def test_nothing_waits_where_there_are_ranks(monkeypatch, products):
     model = Net()
     engine = following(model)
-    monkeypatch.setattr(end_returns, "has_ranks", lambda: True)
+    monkeypatch.setattr(end_returns.groups, "initialized", lambda: True)
     same(gradients(model, engine), gradients(model, None))
     assert not products
 

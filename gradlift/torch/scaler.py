@@ -190,13 +190,13 @@ class GradScaler(torch.amp.GradScaler):
         self._check.ready(optimizer, "_check_inf_per_device")
         known, one = self._steps.of(optimizer), self._device_scale.one
         self._check.run(optimizer, known, one, True, self._unscale_grads_)
+        self._check.ask(known)
         self._check.found(known)
         return known.entry["found_inf_per_device"]
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         known = self._steps.of(optimizer)
-        if known.exchange is not None:
-            self._check.found(known)
+        self._check.found_by_all(known)
         return known.entry["found_inf_per_device"]
 
     # What it was given.
@@ -255,11 +255,13 @@ class GradScaler(torch.amp.GradScaler):
             if scale.device != outputs.device:
                 scale = moved_to(scale, outputs.device)
             return outputs * scale
-        if isinstance(outputs, abc.Iterable):
+        # The iterator of a dict gives its keys, and a string's are strings again, without end.
+        if isinstance(outputs, abc.Iterable) and not isinstance(outputs, (abc.Mapping, str)):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled  # type: ignore[call-arg]
         raise ValueError(
-            f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
+            f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}; "
+            "scale the sum of the losses, or each of them"
         )
 
     # Unscale.
@@ -276,9 +278,9 @@ class GradScaler(torch.amp.GradScaler):
         if known.watch is not None:
             later_backward.before_use(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
+            why = "unscale_() has already been called on this optimizer since the last update()."
+            self._check.refuse(known, known.refusal or why)
+            return
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         inv_scale = grads.inverse(self._device_scale.require("unscale_").scale)

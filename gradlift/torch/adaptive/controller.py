@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradlift.plan.pilot import Pilot, Record
+from gradlift.plan.observations import Record
+from gradlift.plan.pilot import Pilot
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.largest import LargestGradients

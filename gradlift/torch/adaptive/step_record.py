@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradlift.plan.pilot import Record, Survey
+from gradlift.plan.observations import Record, Survey
 from gradlift.report.records import ModuleRecord
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.adaptive_ranks import AgreedColumns

@@ -134,13 +134,14 @@ class ClosureStep:
         known.entry["stage"] = OptState.READY
         known.in_step, known.is_reported = True, False
         self._unscale(optimizer)
+        self._check.ask(known)
+        outcome = self._check.outcome
+        outcome.found_inf = self._check.found(known)
         if not known.entry["found_inf_per_device"]:
             raise AssertionError(
                 "No inf checks were recorded for this optimizer."
                 + see("no-inf-checks-were-recorded")
             )
-        outcome = self._check.outcome
-        outcome.found_inf = self._check.found(known)
         overflow = outcome.known_skip = bool(outcome.found_inf)
         if overflow:
             self._check.end_known_skip(optimizer, known)

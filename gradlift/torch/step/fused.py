@@ -47,9 +47,9 @@ def run(
     """Check, clip and step an optimizer that ``supports`` this."""
     grad_scale = None
     if known.entry["stage"] is OptState.READY:
-        known.needs_norm = max_norm is not None
         check.run(optimizer, known, check.scale.one, True, unscale_grads)
         grad_scale = check.scale.scale
+    check.ask(known, None if max_norm is None else optimizer)
     found = check.outcome.found_inf = check.found(known)
     if max_norm is not None:
         coefficient = check.clip_coefficient(optimizer, max_norm, grad_scale)
@@ -80,6 +80,7 @@ def run_with_scaler(
     warn(SCALER_AS_ARGUMENT, "step-of-an-optimizer-with-grad_scaler", FutureWarning, stacklevel=4)
     args, kwargs = arguments
     result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    check.ask(known)
     check.outcome.found_inf = check.found(known)
     return result
 

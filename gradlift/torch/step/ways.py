@@ -79,14 +79,15 @@ def plain(
 ) -> Any:
     """An optimizer that cannot skip by itself: the host waits for the flag."""
     if known.entry["stage"] is OptState.READY:
-        known.in_step, known.needs_norm = True, max_norm is not None
+        known.in_step = True
         unscale(optimizer)
+    check.ask(known, None if max_norm is None else optimizer)
+    outcome = check.outcome
+    outcome.found_inf = check.found(known)
     if not known.entry["found_inf_per_device"]:
         raise AssertionError(
             "No inf checks were recorded for this optimizer." + see("no-inf-checks-were-recorded")
         )
-    outcome = check.outcome
-    outcome.found_inf = check.found(known)
     clip = None if max_norm is None else check.clip_coefficient(optimizer, max_norm)
     # The one sync, where nothing skips by itself.
     outcome.known_skip = bool(outcome.found_inf)
@@ -114,6 +115,7 @@ def traced(
         return fused.run(check, optimizer, known, max_norm, ((), {}), unscale_grads)
     if known.entry["stage"] is OptState.READY:
         unscale(optimizer)
+    check.ask(known)
     found = check.outcome.found_inf = check.found(known)
     if max_norm is not None:
         check.clip_(optimizer, max_norm)
@@ -188,11 +190,11 @@ def two_passes(
         scale = check.scale.require("step").scale
         known.bad_loss = check.bad_loss()
         found = (check.scale.zero if known.bad_loss is None else known.bad_loss).clone()
-    # After unscale_ the ranks have agreed already: what one of them finds now it must not
-    # act on alone.
-    agreed = unscaled and ranks is not None
+    # An inf that was written after unscale_ is the user's affair: what counts is the check.
     watcher = check.watcher
-    measured = passes.measure(scale, found.clone() if agreed else found, amax=watcher is not None)
+    measured = passes.measure(
+        scale, found.clone() if unscaled and ranks is not None else found, amax=watcher is not None
+    )
     if watcher is not None and measured.amax is not None and not unscaled:
         watcher.see_rows(optimizer, measured.amax)
     norm = measured.norm
@@ -220,7 +222,7 @@ def _agree_on_norm(
     known, squares = check.steps.of(optimizer), None
     if wanted:
         squares = check.agreement.ownership.squares_of(optimizer, measured.sumsq)
-    known.exchange = check.propose(found, known.bad_loss, squares)
+    known.exchange = check.propose(known, found, squares)
     found = check.found(known)
     if known.norm is None:
         return found, measured.norm
