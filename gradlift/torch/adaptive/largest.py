@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 from gradlift.policy import float32
@@ -125,7 +126,7 @@ def magnitude_on_host(tensors: list[Tensor]) -> float:
     for tensor in tensors:
         (short if tensor.numel() < SHORT else parts).append(tensor)
     if short:
-        parts.append(torch._utils._flatten_dense_tensors(short))
+        parts.append(_flatten_dense_tensors(short))
     # The norm is not vectorized there, and takes twenty times as long as two reductions.
     ends = [abs(end.item()) for part in parts for end in torch.aminmax(part)]
     return math.inf if any(map(math.isnan, ends)) else max(ends)
