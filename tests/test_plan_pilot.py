@@ -46,6 +46,14 @@ def test_a_survey_sets_the_global_exponent_and_the_offsets():
     assert it.offsets["a"] > 20
 
 
+def test_a_loss_in_float32_is_no_gradient_in_sight():
+    """It is as large as the scale whatever comes of it; the rest shows nothing but zeros."""
+    graph = Graph((Component((), format="float32"), Component(("a",))), (Cut("a", 0, 1),))
+    dark = Histogram.from_bins([50] + [0] * (BINS - 1), 8, "float16")
+    it = pilot()
+    assert 8 + it.saw(record(0, 8, amax=None), 2, survey(histogram(0), dark, graph)) == 16
+
+
 def test_modules_that_a_probe_does_not_meet_keep_their_offsets():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, FAR))

@@ -7,7 +7,7 @@ trained on the CPU in fp16 autocast, from two seeds.
 
 import pytest
 import torch
-from regime_harness import CLASSES, WIDTH, compare
+from regime_harness import CLASSES, WIDTH, compare, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -197,3 +197,19 @@ def test_no_more_skips_than_torchs_scaler_and_no_worse_a_loss(case):
     assert losses["layers"] <= losses["torch"] * 1.01
     if not skips["torch"]:
         assert losses["layers"] >= losses["torch"] * 0.99
+
+
+@pytest.mark.parametrize("way", ["one scale", "layers"])
+def test_a_task_in_turn_with_one_a_million_times_larger_learns_too(way):
+    """Room that was kept for the larger task's batches, above those same batches, took the smaller
+    one's gradients below fp16's range."""
+
+    def loss_of(model, x, y, step):
+        first, second = model(x)
+        return F.cross_entropy(first, y) if step % 2 else F.cross_entropy(second, y) * 1e-6
+
+    def last_of_second(way):
+        _, losses, _ = train(lambda: Heads(2), loss_of, way, 0, rate=2e-3, rows=ROWS, steps=160)
+        return sum(losses[-20::2]) / 10
+
+    assert last_of_second(way) <= 1.1 * last_of_second("torch")

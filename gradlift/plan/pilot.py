@@ -186,7 +186,7 @@ class Pilot:
         return sum(by for _, by in self._shifts)
 
     def _surveyed(self, record: Record, now: int, survey: Survey, expected: int) -> int:
-        if all(h is None or h.peak is None for h in survey.histograms):
+        if self._shows_only_zeros(survey):
             # Nothing but zeros: a look as high as torch's scaler begins, and no higher.
             target = min(expected + largest_climb(self.format), max(expected, TORCH_EXPONENT))
             self.schedule.probe_after(now, at_once=target > expected)
@@ -208,6 +208,14 @@ class Pilot:
         # next.
         self._graph, self._owners = survey.graph, dict(survey.owners)
         return self._lowered(record, now, first)
+
+    def _shows_only_zeros(self, survey: Survey) -> bool:
+        """Among the components that a scale is for: what is in float32, such as the loss itself,
+        always shows something."""
+        found = zip(survey.graph.components, survey.histograms, strict=True)
+        kinds = [(get(part.format or self.format), histogram) for part, histogram in found]
+        narrow = [h for kind, h in kinds if kind.max_exponent <= self.format.max_exponent]
+        return all(h is None or h.peak is None for h in narrow or survey.histograms)
 
     def _planned(self, record: Record, now: int, survey: Survey) -> int:
         graph = self.above.held(survey.graph)
