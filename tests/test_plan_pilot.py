@@ -322,6 +322,25 @@ def test_what_is_reserved_for_a_jump_is_not_taken_off_twice():
     assert settled - 8 - 3 <= exponent <= settled
 
 
+def test_batches_that_come_rarely_and_are_far_larger_get_through():
+    """Every ninth is 2^30 times as large, and all probes see the others."""
+    it, exponent, records = pilot(), 8, []
+    for step in range(200):
+        peak = 0 if step % 9 == 8 else -30
+        overflow = exponent + peak > 15
+        probed = step >= it.schedule.next_probe and not overflow
+        records.append((record(step, exponent, None if overflow else peak, overflow), probed))
+        exponent -= it.backoff * overflow
+        if step >= 2:
+            past, looked = records[step - 2]
+            here = histogram(past.amax - 2, past.amax) if looked else None
+            shift = it.saw(past, step, here and survey(here, here), overflowed=["a.weight"])
+            exponent += shift
+    lost = [r.step for r, _ in records if r.overflow]
+    assert len(lost) <= 9
+    assert max(lost) < 100
+
+
 def test_in_8_bits_the_exponent_is_the_probed_batchs():
     """A harder one saturates; bits kept free for it would be missing in all other steps."""
     it = pilot(format="float8_e4m3fn")

@@ -155,10 +155,7 @@ class Pilot:
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
         if record.went_on is not None:
             expected = record.went_on + before - record.exponent
-        stale = record.overflow or (
-            record.went_on is None and record.step <= self._offsets.past_until
-        )
-        self._history = [*self._history, None if stale else record.amax][-PATIENCE:]
+        self._history = [*self._history, self._largest(record)][-PATIENCE:]
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
             self.schedule.probe_after(now)
@@ -180,6 +177,19 @@ class Pilot:
         if self._offsets.current != offsets:
             self._offsets.keep_past(now, offsets)
         return target - expected
+
+    def _largest(self, record: Record) -> int | None:
+        """What a step tells of the largest gradient, for the history.
+
+        Of one that overflowed it is the least that it can have been: the probes in between may all
+        see batches far smaller, and would lead back to where every such step is lost.
+        """
+        if record.went_on is None and record.step <= self._offsets.past_until:
+            return None
+        if not record.overflow:
+            return record.amax
+        known = record.went_on is None and not record.bad_loss
+        return self._limit + self.headroom + 1 - record.exponent if known else None
 
     def _shifted_since(self, step: int) -> int:
         self._shifts = [(at, by) for at, by in self._shifts if at >= step]
