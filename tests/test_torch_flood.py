@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, grads_of, only_looks, plain, random_offsets, run, same
+from cuts_harness import SCALE, armed, grads_of, only_looks, plain, random_offsets, run, same
 from test_torch_cuts_fuzz import WIDTH, Program, backward_of
 from torch import nn
 
@@ -296,10 +296,7 @@ def test_ops_that_scale_has_not_seen():
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         (scaled + model.outputs[0].pow(3).sum()).backward()
         return grads_of(model)
 
@@ -312,10 +309,7 @@ def test_double_backward_is_neutral():
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         grads = torch.autograd.grad(scaled, list(model.parameters()), create_graph=True)
         sum(grad.pow(2).sum() for grad in grads).backward()
         return grads_of(model)
@@ -428,10 +422,7 @@ def test_a_gradient_that_the_user_keeps_is_not_changed():
         kept.append(grad.view(-1))
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         model.outputs[1].register_hook(keep)
         scaled.backward()
         return grads_of(model)
@@ -446,10 +437,7 @@ def test_a_pass_that_raises_leaves_no_gradient_at_an_exponent_of_its_own(product
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
 
         @only_looks
         def fail(grad):
@@ -474,10 +462,7 @@ def test_passes_over_one_graph_at_a_time(threads):
     engine = following(model)
 
     def together(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         both, begun = threading.Barrier(2), []
 
         @only_looks
@@ -511,10 +496,7 @@ def test_another_pass_that_adds_to_a_gradient_meanwhile_is_never_stepped_with():
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
 
         @only_looks
         def add(grad):

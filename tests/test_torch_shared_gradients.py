@@ -1,7 +1,9 @@
 """Parameters that two optimizers hold: one backward pass, two steps, each with true gradients."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -137,3 +139,14 @@ def test_a_group_that_is_added_later_counts():
         second.add_param_group({"params": list(model[2].parameters())})
         weights.append(train(scaler, model, (first, second), plainly, steps=2))
     assert all(map(torch.equal, *weights))
+
+
+def test_the_parameters_are_not_kept_alive():
+    model = network()
+    scaler, optimizers = GradScaler("cpu"), overlapping(model, "sgd", "sgd")
+    train(scaler, model, optimizers, plainly)
+    param = weakref.ref(model[2].weight)
+    del model, optimizers
+    gc.collect()
+    assert param() is None
+    assert scaler.get_scale() > 0  # it is still there

@@ -146,6 +146,7 @@ class Adaptive:
         self._looked = self._seen = -1
         self._queue: deque[Sent | Arrived] = deque()
         self._offsets: tuple[int, ...] = ()
+        self._limit = records.NO_LIMIT
 
     @property
     def plan(self) -> Plan | None:
@@ -170,10 +171,11 @@ class Adaptive:
         self._steps, self._looked, self._seen = None, -1, -1
         self._queue.clear()
         self._offsets = (0,) * len(traced.graph.components)
+        self._limit = _limit(self._pilot)
         state = AdaptiveState(
             init(self._policy),
             None,
-            jnp.asarray(_limit(self._pilot), jnp.int32),
+            jnp.asarray(self._limit, jnp.int32),
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
             None,
@@ -259,6 +261,7 @@ class Adaptive:
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
         self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
+        self._limit = int(arrays["limit"])
         loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
         own = {name: arrays[name] for name in ARRAYS}
         state = state.replace(loss_scale=loss_scale, **own)
@@ -307,7 +310,10 @@ class Adaptive:
         if offsets != self._offsets:
             self._offsets = offsets
             state = self._formed(state, probing=False)
-        return state.replace(limit=_like(_limit(pilot), state.limit))
+        if (limit := _limit(pilot)) != self._limit:
+            self._limit = limit
+            state = state.replace(limit=_like(limit, state.limit))
+        return state
 
     def _formed(self, state: AdaptiveState, probing: bool) -> AdaptiveState:
         """The state with the arrays that a probe needs or a step, and no others."""

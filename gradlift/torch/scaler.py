@@ -50,6 +50,7 @@ from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Report
 from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.recorder import Recorder, open_recorder
+from gradlift.torch.step.step_call import StepCall
 from gradlift.torch.step.update import UPDATES
 
 
@@ -249,7 +250,7 @@ class GradScaler(torch.amp.GradScaler):
             if not torch.compiler.is_compiling():
                 if self._steps.entries and not self._losses.in_closure:
                     later_backward.loss_was_scaled(self._check)
-                self._check.shared.loss_was_scaled()
+                self._check.shared.made.clear()
                 if self._search.under_way is not None:
                     self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
@@ -291,7 +292,7 @@ class GradScaler(torch.amp.GradScaler):
         if not torch.compiler.is_compiling():
             known.optimizer = weakref.ref(optimizer)
             if not known.in_step:
-                self._check.shared.made_true(optimizer)
+                self._check.made_true(optimizer)
 
     # Step.
 
@@ -324,7 +325,7 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None:
             self._outcome.max_norm = max_norm
         if not self._enabled:
-            return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
+            return ways.disabled(self._check, optimizer, max_norm, args, kwargs)
         self._outcome.known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._check.ready(optimizer, "step")
@@ -333,29 +334,23 @@ class GradScaler(torch.amp.GradScaler):
             later_backward.before_use(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        call = StepCall(
+            self._check,
+            optimizer,
+            known,
+            max_norm,
+            rest,
+            rest_kwargs,
+            self.unscale_,
+            self._unscale_grads_,
+        )
         if closure is None:
-            result = ways.step(
-                self._check,
-                optimizer,
-                known,
-                max_norm,
-                (args, kwargs),
-                unscale=self.unscale_,
-                unscale_grads=self._unscale_grads_,
-                scaler=self,
-            )
+            result = ways.step(call, self)
         else:
-            result = closures.ClosureStep(
-                self._check,
-                optimizer,
-                closure,
-                unscale=self.unscale_,
-                max_norm=max_norm,
-                retries=retries,
-            ).run(rest, rest_kwargs)
+            result = closures.ClosureStep(call, closure, retries).run()
         if not torch.compiler.is_compiling():
             if known.entry["stage"] is OptState.UNSCALED:  # and perhaps clipped since
-                self._check.shared.made_true(optimizer)
+                self._check.made_true(optimizer)
             outcome = self._outcome
             outcome.by_optimizer[optimizer] = outcome.found_inf, outcome.known_skip
         known.entry["stage"] = OptState.STEPPED

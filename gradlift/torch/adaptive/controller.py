@@ -117,7 +117,9 @@ class Controller:
 
     # A step ends.
 
-    def send(self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None) -> InFlight | HostRow:
+    def send(
+        self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None
+    ) -> InFlight | HostRow | list[float]:
         """What is told of a step, on its way: scale, largest gradient, overflow, bad loss.
 
         Args:
@@ -127,6 +129,8 @@ class Controller:
         """
         scale = self._scale.scale
         assert scale is not None
+        if ranks is None and scale.device.type == "cpu":
+            return [scale.item(), self.largest.take_number(), found.item(), bad_loss.item()]
         if ranks is not None or not scale.is_cuda or not has_triton():
             return InFlight(self._row(found, bad_loss))
         if self._rows is None:
@@ -152,7 +156,7 @@ class Controller:
 
     def end_step(
         self,
-        sent: InFlight | HostRow,
+        sent: InFlight | HostRow | list[float],
         probe: Probe | None,
         ranks: Ranks | None,
         recorders: Iterable[Recorder],

@@ -188,8 +188,18 @@ class GradCheck:
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a check: all of the optimizer's gradients at the scale."""
-        if not torch.compiler.is_compiling() and (shared := self.shared.of(optimizer)):
-            scale_again_(shared, self.scale.require("step").scale)
+        shared = self.shared
+        if torch.compiler.is_compiling() or (not shared.several and id(optimizer) in shared.known):
+            return
+        if twice := shared.of(optimizer):
+            scale_again_(twice, self.scale.require("step").scale)
+
+    def made_true(self, optimizer: torch.optim.Optimizer, unless: Tensor | None = None) -> None:
+        """The optimizer's gradients were divided by the scale, unless a flag (0-d float32) is
+        set."""
+        self.shared.made[id(optimizer)] = unless
+        if self.shared.several:
+            self.shared.mark(optimizer)
 
     def _take_losses(self) -> tuple[Tensor | None, Tensor | None]:
         """What the step at hand answers for: the losses' flag, or one loss that the device has yet

@@ -25,52 +25,55 @@ class _Known(NamedTuple):
     optimizer: weakref.ref[torch.optim.Optimizer]
     size: int
     """How many parameters it has."""
-    shared: list[Tensor]
+    shared: list[weakref.ref[Tensor]]
     """Those that another optimizer has too."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [param for ref in self.shared if (param := ref()) is not None]
 
 
 class SharedGradients:
     """Of the optimizers that step with one scaler."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
-        self._made: dict[int, Tensor | None] = {}
-        """Those whose gradients were made true since a loss was scaled, and the flags."""
+        self.known: dict[int, _Known] = {}
+        self.several = False
+        """Whether there is more than one: most trainings have one, and pay nothing."""
+        self.made: dict[int, Tensor | None] = {}
+        """Those whose gradients were divided by the scale since a loss was scaled, and the flags,
+        0-d float32, that kept it from happening where set."""
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Its parameters that another optimizer has too."""
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])
-        known = self._known.get(id(optimizer))
+        known = self.known.get(id(optimizer))
         if known is None or known.size != count or known.optimizer() is not optimizer:
             self._look(optimizer, count)
-            known = self._known[id(optimizer)]
-        return known.shared
+            known = self.known[id(optimizer)]
+        return known.parameters
 
     def _look(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        self._known[id(optimizer)] = _Known(weakref.ref(optimizer), count, [])
-        alive = [(known, it) for known in self._known.values() if (it := known.optimizer())]
+        self.known[id(optimizer)] = _Known(weakref.ref(optimizer), count, [])
+        alive = [(known, it) for known in self.known.values() if (it := known.optimizer())]
         holders = Counter(id(p) for _, it in alive for p in parameters(it))
-        self._known = {
-            id(it): known._replace(shared=[p for p in parameters(it) if holders[id(p)] > 1])
+        self.known = {
+            id(it): known._replace(
+                shared=[weakref.ref(p) for p in parameters(it) if holders[id(p)] > 1]
+            )
             for known, it in alive
         }
+        self.several = len(self.known) > 1
         # That they share something was not known when their gradients were made true.
-        for key, unless in self._made.items():
-            if key in self._known:
-                _mark(self._known[key].shared, unless)
+        for key, unless in self.made.items():
+            if key in self.known:
+                _mark(self.known[key].parameters, unless)
 
-    def made_true(self, optimizer: torch.optim.Optimizer, unless: Tensor | None = None) -> None:
-        """The optimizer's gradients were divided by the scale, unless a flag (0-d float32) is
-        set."""
-        self._made[id(optimizer)] = unless
-        if shared := self.of(optimizer):
-            _mark(shared, unless)
-
-    def loss_was_scaled(self) -> None:
-        """A backward pass follows."""
-        self._made.clear()
+    def mark(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the shared gradients of an optimizer as they are, in ``made``."""
+        _mark(self.of(optimizer), self.made[id(optimizer)])
 
     def __getstate__(self) -> dict[str, object]:
         return {}

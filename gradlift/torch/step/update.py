@@ -59,7 +59,8 @@ def _update_in_python_(
     found, bad = found_inf.item(), bad_loss.item()
     before = ScaleState(*(value.item() for value in state))
     after = next_state(policy, before, found > 0, loss_finite=found > bad)
-    tally = counts.tolist()
+    counted = counts.tolist()
+    tally = list(counted)
     tally[SKIPPED] += int(found)
     tally[CONSECUTIVE] = tally[CONSECUTIVE] + 1 if found > 0 else 0
     # Patience left below 1 tells that this overflow was to lower the scale.
@@ -69,7 +70,10 @@ def _update_in_python_(
     tally[UPDATES] += 1
     for tensor, value in zip(state, after, strict=True):
         tensor.fill_(value)
-    counts.copy_(torch.tensor(tally, dtype=torch.int32, device="cpu"))
+    # Most of them stay as they are, and a new tensor would take longer than all the rest.
+    for place, (old, new) in enumerate(zip(counted, tally, strict=True)):
+        if new != old:
+            counts[place].fill_(new)
     return tally
 
 
