@@ -7,7 +7,8 @@ The upper end is about overflow and the lower one about what is flushed to zero:
 
 What must be kept is all but ``tolerance`` of the magnitude of each tensor, judged one by one: that
 is what the parameters fed by it would lose. Counting elements instead asked for several times the
-cuts at the same errors, and over all tensors together a small one hid behind a large one.
+cuts at the same errors, and over all tensors together a small one hid behind a large one. Half of
+it keeps some digits as well: elements that all are about as large lose them before they are flushed.
 
 Both ends need gradients that were in sight. Where a tensor has zeros and more than the tolerance
 just above them, some of its magnitude may have been flushed: it asks for a higher exponent and
@@ -37,6 +38,10 @@ ANY = Interval(MIN_EXPONENT, MAX_EXPONENT)
 # A tensor that stays below 2**USELESS asks for nothing. A parameter sums up some thousand of its
 # elements, and with a gradient of less than about 2^-50 no optimizer can do anything.
 USELESS = -64
+
+# Bits after the leading one that the upper half of a tensor's magnitude must keep: with fewer of
+# them rounding alone takes some percent of it.
+DIGITS = 3
 
 # What the lowest octave in sight holds of a bell curve, to what lies below it. An exponent that was
 # measured to be high enough must not ask for another look when it is taken.
@@ -82,6 +87,17 @@ class Bounds:
         least = self.shown + (HIGHER if self.out_of_sight is OutOfSight.ONLY_ZEROS else 1)
         return self.out_of_sight is not None and exponent >= least
 
+    def awaiting(self, bits: int) -> Bounds:
+        """With room for gradients that may come to be this many bits larger from one step to the
+        next. Small ones that are there now ask for nothing then."""
+        if self.interval.high == MAX_EXPONENT:
+            return self
+        high = max(self.interval.high - bits, MIN_EXPONENT)
+        reserved = self.reserved + self.interval.high - high
+        return replace(
+            self, interval=Interval(MIN_EXPONENT, high), look=MIN_EXPONENT, reserved=reserved
+        )
+
     def raised(self, to: int) -> Bounds:
         """With an upper end of at least this, out of what is reserved as far as that goes."""
         high = max(self.interval.high, to)
@@ -126,8 +142,12 @@ def _in_sight(
 ) -> tuple[int, int]:
     peak = histogram.peak
     high = MAX_EXPONENT if peak is None else format.max_exponent - headroom - peak
-    needed = [tensor.lowest_needed(tolerance) for tensor in histogram.each if _is_useful(tensor)]
+    useful = [tensor for tensor in histogram.each if _is_useful(tensor)]
+    needed = [tensor.lowest_needed(tolerance) for tensor in useful]
     lows = [format.min_subnormal - at for at in needed if at is not None]
+    bulks = [tensor.lowest_needed(0.5) for tensor in useful]
+    digits = min(DIGITS, format.mantissa_bits)
+    lows += [format.min_subnormal + digits - at for at in bulks if at is not None]
     return max(lows, default=MIN_EXPONENT), high
 
 

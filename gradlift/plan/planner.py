@@ -84,6 +84,11 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
+    awaited = _awaited(graph, histograms)
+    found = [
+        bounds.awaiting(bits) if bits > headroom else bounds
+        for bounds, bits in zip(found, awaited, strict=True)
+    ]
     if last is not None:
         found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
     if rule is None:
@@ -177,6 +182,39 @@ def _bounds(
     )
 
 
+def _awaited(graph: Graph, histograms: Sequence[Histogram | None]) -> list[int]:
+    """Bits by which each component's gradient may grow when a dark path from the loss wakes up.
+
+    A loss term that is zero for now sends zeros along its path. Once it is not, what arrives where
+    the path meets others may be as large as what the loss sends elsewhere, and all that lies
+    behind grows by as much.
+    """
+    peaks = [histogram.peak if histogram else None for histogram in histograms]
+    bits = [0] * len(peaks)
+    known = [peak for cut in graph.below[graph.loss] if (peak := peaks[cut.upstream]) is not None]
+    if not known:
+        return bits
+    missing = [0 if peak is None else max(0, max(known) - peak) for peak in peaks]
+    met = sorted(_met_by_dark_paths(graph, peaks), key=lambda i: -missing[i])
+    seen: set[int] = set()
+    for start in met:
+        for here in graph.behind(start, seen):
+            bits[here] = min(missing[start], missing[here])
+    return bits
+
+
+def _met_by_dark_paths(graph: Graph, peaks: Sequence[int | None]) -> set[int]:
+    """The first components on each path of zeros from the loss that show something else."""
+    path, met = [graph.loss], set[int]()
+    for here in path:
+        for other in [cut.upstream for cut in graph.below[here] if cut.dark]:
+            if peaks[other] is not None:
+                met.add(other)
+            elif other not in path:
+                path.append(other)
+    return met - {graph.loss}
+
+
 def _let_down(bounds: Bounds, before: PlannedComponent | None, last: Plan) -> Bounds:
     """An overflow raises no upper end; one that was never measured comes down to the loss's.
 
@@ -226,38 +264,70 @@ def _settle(
     A cut of a plan that had settled is not given up for a bit: it would be back tomorrow.
     """
     wishes = [_wish(interval, headroom) for interval in usable]
+    wishes[graph.loss] = _lowest_next_to_the_loss(graph, wishes)
     cheapest = fewest_cuts(graph, usable, wishes)
     kept = [planned.exponent for planned in before if planned]
-    if len(kept) == len(before) and _holds(graph, usable, kept, headroom):
-        cost = len(graph.active(kept))
-        if len(graph.active(cheapest)) >= cost:
+    if len(kept) == len(before) and _obey(graph, usable, kept):
+        cost, moved = len(graph.active(kept)), _moved(graph, usable, kept, before, headroom)
+        saves = len(graph.active(cheapest)) < cost
+        if saves and settled:
+            spare = [_narrowed(interval) for interval in usable]
+            if len(graph.active(fewest_cuts(graph, spare))) >= cost:
+                return moved
+        if not saves and moved == kept:
             return kept
-        spare = [_narrowed(interval) for interval in usable]
-        if settled and len(graph.active(fewest_cuts(graph, spare))) >= cost:
-            return kept
-    chosen = list(cheapest)
-    for region in graph.regions(cheapest):
-        common, base = _common(usable, cheapest, region), cheapest[region[0]]
+    loss = _moved(graph, usable, cheapest, before, headroom)[graph.loss]
+    wishes = [_wish(interval, headroom, above=loss) for interval in usable]
+    placed = fewest_cuts(graph, usable, wishes, loss=loss)
+    if len(graph.active(placed)) > len(graph.active(cheapest)):
+        placed = cheapest
+    return _moved(graph, usable, placed, before, headroom)
+
+
+def _lowest_next_to_the_loss(graph: Graph, wishes: Sequence[int | None]) -> int | None:
+    """The lowest wish of the loss and of those that it sends gradients to.
+
+    What begins there later comes at the loss's exponent, which nobody has measured for it.
+    """
+    reached, found = [graph.loss], list[int]()
+    for here in reached:
+        wish = wishes[here]
+        if wish is not None:
+            found.append(wish)
+        if wish is None or here == graph.loss:
+            nexts = [cut.upstream for cut in graph.below[here]]
+            reached += [i for i in dict.fromkeys(nexts) if i not in reached]
+    return min(found, default=None)
+
+
+def _moved(
+    graph: Graph,
+    usable: Sequence[Interval],
+    exponents: Sequence[int],
+    before: Sequence[PlannedComponent | None],
+    headroom: int,
+) -> list[int]:
+    """Every region at the best exponent that all of it allows, the loss's first."""
+    chosen = list(exponents)
+    loss: int | None = None
+    for region in graph.regions(exponents):
+        common, base = _common(usable, exponents, region), exponents[region[0]]
         last = [planned.exponent for i in region if (planned := before[i])]
-        best = _pick(common, headroom, last)
+        best = _pick(common, headroom, last, above=loss)
         for i in region:
-            chosen[i] = best + cheapest[i] - base
+            chosen[i] = best + exponents[i] - base
+        loss = chosen[graph.loss]
     return chosen
 
 
-def _holds(graph: Graph, usable: Sequence[Interval], kept: Sequence[int], headroom: int) -> bool:
-    """Whether exponents obey pins and intervals, with no region far below where it could be."""
+def _obey(graph: Graph, usable: Sequence[Interval], kept: Sequence[int]) -> bool:
+    """Whether exponents obey pins and intervals."""
     pinned, loss = graph.pinned, kept[graph.loss]
     if any(kept[i] != loss + offset for i, offset in pinned.items()):
         return False
     if loss not in meet(usable[i].shifted(-offset) for i, offset in pinned.items()):
         return False
-    if any(kept[i] not in usable[i] for i in range(len(kept)) if i not in pinned):
-        return False
-    return all(
-        _pick(_common(usable, kept, region), headroom, [kept[region[0]]]) == kept[region[0]]
-        for region in graph.regions(kept)
-    )
+    return all(kept[i] in usable[i] for i in range(len(kept)) if i not in pinned)
 
 
 def _common(
@@ -268,20 +338,32 @@ def _common(
     return meet(usable[i].shifted(base - exponents[i]) for i in region)
 
 
-def _pick(common: Interval, headroom: int, last: Sequence[int]) -> int:
+def _pick(common: Interval, headroom: int, last: Sequence[int], above: int | None) -> int:
     """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
-    wish = _wish(common, headroom)
+    wish = _wish(common, headroom, above)
     best = min(max(0, common.low), common.high) if wish is None else wish
-    good = [e for e in last if e in common and best - e <= headroom + 1]
+    if above is not None and common.high > above:
+        good = [e for e in last if e in common and e <= best + 1]
+    else:
+        good = [e for e in last if e in common and best - e <= headroom + 1]
     return max(good, default=best)
 
 
-def _wish(interval: Interval, headroom: int) -> int | None:
-    """The best exponent: near the top, where few values are subnormal, with ``headroom`` bits
-    more to spare where there is room on both sides; None where gradients set no upper end."""
+def _wish(interval: Interval, headroom: int, above: int | None = None) -> int | None:
+    """The best exponent; None where gradients set no upper end.
+
+    For the loss, and what cannot be as high: near the top, where few values are subnormal, with
+    ``headroom`` bits more to spare where there is room on both sides. What can be higher than the
+    loss, which is at ``above``, goes no further than it pays, with as many bits to spare: the rest
+    of the range is room for gradients larger than any that was seen, which would cost a step that
+    one scale does not lose.
+    """
     if interval.high == MAX_EXPONENT:
         return None
-    return interval.high - min(headroom, (interval.high - interval.low) // 2)
+    spare = min(headroom, (interval.high - interval.low) // 2)
+    if above is not None and interval.high > above:
+        return max(interval.low + spare, above)
+    return interval.high - spare
 
 
 def _narrowed(interval: Interval) -> Interval:

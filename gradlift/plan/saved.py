@@ -64,7 +64,16 @@ GRAPH = record(
         least=1,
         make=tuple,
     ),
-    cuts=list_of(record(make=Cut, name=schema.text, downstream=INDEX, upstream=INDEX), make=tuple),
+    cuts=list_of(
+        record(
+            make=Cut,
+            name=schema.text,
+            downstream=INDEX,
+            upstream=INDEX,
+            dark=Since(schema.flag, False),
+        ),
+        make=tuple,
+    ),
     loss=INDEX,
 )
 _MOMENTS = record(

@@ -14,7 +14,7 @@ exponent, so that the exponent chosen there keeps them too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gradlift.formats import Format, get
@@ -53,7 +53,8 @@ def survey_of(
         if reduction.narrow or (reduction.bits and row.format == "float16"):
             _bound(histograms, rows.components.loss, found, -reduction.bits)
     half = [found for row, found in leaves if row.half_leaf]
-    return _with_half_leaves(_survey(rows, formats, histograms), half)
+    lit = {row.key for parts in seen.values() for row, found in parts if not found.dark}
+    return _with_half_leaves(_survey(rows, formats, histograms, lit), half)
 
 
 def _by_component(
@@ -173,7 +174,9 @@ def _bound(histograms: dict[int, Histogram], component: int, found: Histogram, r
         )
 
 
-def _survey(rows: GradientRows, formats: _Formats, histograms: Mapping[int, Histogram]) -> Survey:
+def _survey(
+    rows: GradientRows, formats: _Formats, histograms: Mapping[int, Histogram], lit: Set[str]
+) -> Survey:
     root_of, number = rows.components.roots, rows.components.indices()
     keys, held, loss = rows.components.keys(), rows.components.held(), rows.components.loss
     components = tuple(
@@ -185,7 +188,12 @@ def _survey(rows: GradientRows, formats: _Formats, histograms: Mapping[int, Hist
         for root in number
     )
     cuts = {
-        (row.key, number[root_of[row.downstream]], number[root_of[row.upstream]])
+        (
+            row.key,
+            number[root_of[row.downstream]],
+            number[root_of[row.upstream]],
+            row.key not in lit,
+        )
         for row in rows.rows
         if row.upstream is not None and root_of[row.downstream] != root_of[row.upstream]
     }
