@@ -26,6 +26,7 @@ from then on, and forgotten slowly; otherwise the next clean probe would lead st
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -42,6 +43,10 @@ USELESS = -64
 # Bits after the leading one that the upper half of a tensor's magnitude must keep: with fewer of
 # them rounding alone takes some percent of it.
 DIGITS = 3
+
+# A parameter notices what is lost from so many times the tolerance on: a cut for less would change
+# its gradient by less than 1% at the default. Where there is room, no more than the tolerance goes.
+NOTICED = 8
 
 # What the lowest octave in sight holds of a bell curve, to what lies below it. An exponent that was
 # measured to be high enough must not ask for another look when it is taken.
@@ -72,12 +77,15 @@ class Bounds:
     """The exponent from which on another look should show all; never above the interval."""
     reserved: int = 0
     """Bits by which the upper end is lower than what was in sight asks for."""
+    asked: int | None = None
+    """The lowest exponent worth a cut, where that is less than the interval's."""
 
     @property
     def usable(self) -> Interval:
         """The exponents to choose from: in the interval, and where there is more to be seen."""
         interval = self.interval.usable
-        return replace(interval, low=max(interval.low, min(self.look, interval.high)))
+        low = interval.low if self.asked is None else min(interval.low, self.asked)
+        return replace(interval, low=max(low, min(self.look, interval.high)))
 
     def helps(self, exponent: int) -> bool:
         """Whether another look, at this exponent, can show what was out of sight."""
@@ -86,6 +94,13 @@ class Bounds:
         # A bit or two higher, zeros are zeros still.
         least = self.shown + (HIGHER if self.out_of_sight is OutOfSight.ONLY_ZEROS else 1)
         return self.out_of_sight is not None and exponent >= least
+
+    def asking(self, low: int, most: int) -> Bounds:
+        """With a cut for no more than the exponent ``low``, and no look at more than ``most``."""
+        asked = min(low, self.interval.low)
+        if self.look <= most or self.out_of_sight is not OutOfSight.LOWEST_OCTAVE:
+            return replace(self, asked=asked)
+        return replace(self, asked=asked, look=MIN_EXPONENT, out_of_sight=None)
 
     def awaiting(self, bits: int) -> Bounds:
         """With room for gradients that may come to be this many bits larger from one step to the
@@ -123,6 +138,7 @@ def find_bounds(
         growth: further bits to keep free, as far as ``low`` allows: for gradients that grow, and
             for what is larger than anything in sight.
     """
+    noticed = min(NOTICED * tolerance, 0.5)
     low, high = _in_sight(histogram, format, tolerance, headroom)
     free = high
     high = max(high - growth, min(low, high))
@@ -130,11 +146,12 @@ def find_bounds(
     shown = format.min_subnormal - histogram.floor
     if histogram.nonfinite:
         return Bounds(interval, OutOfSight.NOT_FINITE, shown, reserved=reserved)
-    climb = max(_climb(tensor, tolerance, largest_climb(format)) for tensor in histogram.each)
+    climb = max(_climb(tensor, noticed, largest_climb(format)) for tensor in histogram.each)
     if climb and shown < high and shown + climb <= MAX_EXPONENT:
         return Bounds(interval, OutOfSight.LOWEST_OCTAVE, shown, shown + climb, reserved)
-    dark = OutOfSight.ONLY_ZEROS if histogram.dark else None
-    return Bounds(interval, dark, shown, reserved=reserved)
+    dark = any(tensor.dark and tensor.share > noticed for tensor in histogram.each)
+    zeros = OutOfSight.ONLY_ZEROS if dark else None
+    return Bounds(interval, zeros, shown, reserved=reserved)
 
 
 def _in_sight(
@@ -142,26 +159,47 @@ def _in_sight(
 ) -> tuple[int, int]:
     peak = histogram.peak
     high = MAX_EXPONENT if peak is None else format.max_exponent - headroom - peak
-    useful = [tensor for tensor in histogram.each if _is_useful(tensor)]
-    needed = [tensor.lowest_needed(tolerance) for tensor in useful]
-    lows = [format.min_subnormal - at for at in needed if at is not None]
-    bulks = [tensor.lowest_needed(0.5) for tensor in useful]
-    digits = min(DIGITS, format.mantissa_bits)
-    lows += [format.min_subnormal + digits - at for at in bulks if at is not None]
+    lows = (low for _, low in lowest_exponents(histogram, format, tolerance))
     return max(lows, default=MIN_EXPONENT), high
 
 
-def _is_useful(tensor: Histogram) -> bool:
-    return tensor.peak is not None and tensor.peak >= USELESS
+def lowest_exponents(
+    histogram: Histogram, format: Format, tolerance: float
+) -> Iterator[tuple[str, int]]:
+    """For each tensor that asks for something, the cut it passes and the lowest exponent.
+
+    Args:
+        histogram: what a probe saw of a component.
+        format: the format its gradients are stored in.
+        tolerance: as for ``find_bounds``.
+    """
+    noticed = min(NOTICED * tolerance, 0.5)
+    for tensor in histogram.each:
+        if _is_useful(tensor, noticed):
+            yield tensor.cut, format.min_subnormal - _lowest_needed(tensor, format, noticed)
+
+
+def _lowest_needed(tensor: Histogram, format: Format, tolerance: float) -> int:
+    """The exponent of the smallest elements that must be kept, for their number or their digits."""
+    needed, bulk = tensor.lowest_needed(tolerance / tensor.share), tensor.lowest_needed(0.5)
+    assert needed is not None
+    assert bulk is not None
+    digits = min(DIGITS, format.mantissa_bits) + math.floor(math.log2(tensor.share))
+    return min(needed, bulk - max(digits, 0))
+
+
+def _is_useful(tensor: Histogram, tolerance: float) -> bool:
+    return tensor.share > tolerance and bool(tensor.counts) and tensor.counts[-1][0] >= USELESS
 
 
 def _climb(tensor: Histogram, tolerance: float, largest: int) -> int:
     """Bits to climb until what may have been flushed of a tensor is in sight; 0 for none."""
-    if not tensor.zeros or not _is_useful(tensor):
+    if not tensor.zeros or not _is_useful(tensor, tolerance):
         # Without a single zero nothing can have been flushed.
         return 0
     near = tensor.magnitude_below(tensor.floor + 1)
-    allowed = max(LOWEST * tolerance * tensor.magnitude, math.ldexp(0.5, tensor.floor))
+    loss = tolerance * tensor.magnitude / tensor.share
+    allowed = max(LOWEST * loss, math.ldexp(0.5, tensor.floor))
     # Below its bulk a gradient's magnitude halves with each octave at least.
     return min(math.ceil(math.log2(near / allowed)), largest) if near > allowed else 0
 

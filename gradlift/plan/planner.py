@@ -26,12 +26,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlift.formats import Format, get
-from gradlift.plan.bounds import ANY, Bounds, OutOfSight, find_bounds, largest_climb
+from gradlift.plan.bounds import (
+    ANY,
+    Bounds,
+    OutOfSight,
+    find_bounds,
+    largest_climb,
+    lowest_exponents,
+)
 from gradlift.plan.graph import Component, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.paper_planner import PaperExponents, carry, lower
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
-from gradlift.plan.potential import MAX_EXPONENT, Interval, fewest_cuts, meet
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval, fewest_cuts, meet
 from gradlift.zhao2019 import CutStatistics, Zhao2019
 
 # Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
@@ -39,6 +46,9 @@ from gradlift.zhao2019 import CutStatistics, Zhao2019
 # two of them a quantised network skipped a step that it need not have skipped. Where there can be
 # no cut, all but one go to gradients that are too small otherwise: torch's scale has no headroom.
 SPARED = 1
+
+# Bits below its best exponent at which a component that does not fit may be, rather than have a cut.
+SQUEEZED = 3
 
 
 def choose(
@@ -84,6 +94,7 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
+    found = _given_up(graph, histograms, formats, found, tolerance)
     awaited = _awaited(graph, histograms)
     found = [
         bounds.awaiting(bits) if bits > headroom else bounds
@@ -182,6 +193,40 @@ def _bounds(
     )
 
 
+def _given_up(
+    graph: Graph,
+    histograms: Sequence[Histogram | None],
+    formats: Sequence[Format],
+    found: Sequence[Bounds],
+    tolerance: float,
+) -> list[Bounds]:
+    """Without what one side of a cut asks for and the other cannot give.
+
+    A gradient at a cut is stored on both sides. What does not fit on one of them is lost, and a
+    higher exponent on the other would bring nothing back. Nor is it worth a cut to give
+    what must lose something anyway its very best exponent.
+    """
+    gives_up = [SQUEEZED * b.interval.empty for b in found]
+    tops = [b.interval.high - by for b, by in zip(found, gives_up, strict=True)]
+    least = [min(b.interval.low, top) for b, top in zip(found, tops, strict=True)]
+    both = [(cut.name, cut.downstream, cut.upstream) for cut in graph.cuts]
+    lows = {name: min(least[a], least[b]) for name, a, b in both}
+    highs = {name: min(tops[a], tops[b]) for name, a, b in both}
+    result = []
+    for bounds, histogram, format in zip(found, histograms, formats, strict=True):
+        if histogram is not None:
+            asked = [
+                (min(e, lows.get(cut, e)), highs.get(cut, bounds.interval.high))
+                for cut, e in lowest_exponents(histogram, format, tolerance)
+            ]
+            bounds = bounds.asking(
+                max((low for low, _ in asked), default=MIN_EXPONENT),
+                max((high for _, high in asked), default=MIN_EXPONENT),
+            )
+        result.append(bounds)
+    return result
+
+
 def _awaited(graph: Graph, histograms: Sequence[Histogram | None]) -> list[int]:
     """Bits by which each component's gradient may grow when a dark path from the loss wakes up.
 
@@ -278,10 +323,18 @@ def _settle(
             return kept
     loss = _moved(graph, usable, cheapest, before, headroom)[graph.loss]
     wishes = [_wish(interval, headroom, above=loss) for interval in usable]
-    placed = fewest_cuts(graph, usable, wishes, loss=loss)
-    if len(graph.active(placed)) > len(graph.active(cheapest)):
-        placed = cheapest
-    return _moved(graph, usable, placed, before, headroom)
+    for bits in range(headroom, -1, -1):
+        # As many bits above the lower ends as can be had without another cut.
+        spare = [_with_bits_below(interval, bits) for interval in usable]
+        placed = fewest_cuts(graph, spare, wishes, loss=loss)
+        if len(graph.active(placed)) <= len(graph.active(cheapest)):
+            return _moved(graph, spare, placed, before, headroom)
+    return _moved(graph, usable, cheapest, before, headroom)
+
+
+def _with_bits_below(interval: Interval, bits: int) -> Interval:
+    """With a lower end that is higher by this, where there is room for it."""
+    return replace(interval, low=min(interval.low + bits, interval.high))
 
 
 def _lowest_next_to_the_loss(graph: Graph, wishes: Sequence[int | None]) -> int | None:
@@ -458,8 +511,8 @@ def _outcome(
 
 
 def _lost(histogram: Histogram, floor: int) -> float:
-    """The largest fraction of a tensor's magnitude that lies below 2**floor."""
-    return max(t.magnitude_below(floor) / (t.magnitude or 1.0) for t in histogram.each)
+    """The largest fraction of a tensor's magnitude that lies below 2**floor, by its share."""
+    return max(t.share * t.magnitude_below(floor) / (t.magnitude or 1.0) for t in histogram.each)
 
 
 def _excess(

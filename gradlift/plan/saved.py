@@ -48,6 +48,8 @@ def _histogram_with(tensors: schema.Check) -> schema.Check:
         ceiling=EXPONENT,
         dark=COUNT,
         parameters=optional(EXPONENT),
+        share=Since(schema.number(0.0, 1.0), 1.0),
+        cut=Since(schema.text, ""),
         tensors=list_of(tensors, make=tuple),
     )
 

@@ -22,6 +22,7 @@ from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.pilot import Survey
 from gradlift.torch.probe.rows import GradientRows, Row
+from gradlift.torch.probe.shares import Goal, shares
 from gradlift.torch.ranks.reductions import Reduction
 
 HALF_LEAVES = "float16 parameters"
@@ -39,7 +40,7 @@ def survey_of(
         records: those that something was counted in, and what.
         reduction: what becomes of the parameters' gradients after the backward pass.
     """
-    seen, leaves = _by_component(rows, records)
+    seen, leaves = _by_component(rows, _with_shares(records))
     formats = _Formats.of(rows)
     histograms = {
         component: Histogram.merge(_at_stake(parts, formats.inside.get(component, set())))
@@ -55,6 +56,22 @@ def survey_of(
     half = [found for row, found in leaves if row.half_leaf]
     lit = {row.key for parts in seen.values() for row, found in parts if not found.dark}
     return _with_half_leaves(_survey(rows, formats, histograms, lit), half)
+
+
+def _with_shares(records: Iterable[tuple[Row, Histogram]]) -> Found:
+    """The records, each cut's with its share in the gradients of parameters."""
+    found = list(records)
+    goals: dict[str, set[Goal]] = {}
+    by_key: dict[str, list[Histogram]] = {}
+    for row, seen in found:
+        if row.goals:
+            goals.setdefault(row.key, set()).update(row.goals)
+            by_key.setdefault(row.key, []).append(seen)
+    known = shares(goals, by_key)
+    return [
+        (row, replace(seen, share=known.get(row.key, 1.0), cut=row.key) if row.goals else seen)
+        for row, seen in found
+    ]
 
 
 def _by_component(
