@@ -7,8 +7,9 @@ The upper end is about overflow and the lower one about what is flushed to zero:
 
 What must be kept is all but ``tolerance`` of the magnitude of each tensor, judged one by one: that
 is what the parameters fed by it would lose. Counting elements instead asked for several times the
-cuts at the same errors, and over all tensors together a small one hid behind a large one. Half of
-it keeps some digits as well: elements that all are about as large lose them before they are flushed.
+cuts at the same errors, and over all tensors together a small one hid behind a large one. Where a
+parameter sums over several tensors, each counts by its share in that sum. Half of the magnitude
+keeps some digits as well: elements that are about as large lose them before they are flushed.
 
 Both ends need gradients that were in sight. Where a tensor has zeros and more than the tolerance
 just above them, some of its magnitude may have been flushed: it asks for a higher exponent and
@@ -43,10 +44,6 @@ USELESS = -64
 # Bits after the leading one that the upper half of a tensor's magnitude must keep: with fewer of
 # them rounding alone takes some percent of it.
 DIGITS = 3
-
-# A parameter notices what is lost from so many times the tolerance on: a cut for less would change
-# its gradient by less than 1% at the default. Where there is room, no more than the tolerance goes.
-NOTICED = 8
 
 # What the lowest octave in sight holds of a bell curve, to what lies below it. An exponent that was
 # measured to be high enough must not ask for another look when it is taken.
@@ -98,7 +95,10 @@ class Bounds:
     def asking(self, low: int, most: int) -> Bounds:
         """With a cut for no more than the exponent ``low``, and no look at more than ``most``."""
         asked = min(low, self.interval.low)
-        if self.look <= most or self.out_of_sight is not OutOfSight.LOWEST_OCTAVE:
+        if (
+            min(self.look, self.interval.high) <= most
+            or self.out_of_sight is not OutOfSight.LOWEST_OCTAVE
+        ):
             return replace(self, asked=asked)
         return replace(self, asked=asked, look=MIN_EXPONENT, out_of_sight=None)
 
@@ -138,7 +138,6 @@ def find_bounds(
         growth: further bits to keep free, as far as ``low`` allows: for gradients that grow, and
             for what is larger than anything in sight.
     """
-    noticed = min(NOTICED * tolerance, 0.5)
     low, high = _in_sight(histogram, format, tolerance, headroom)
     free = high
     high = max(high - growth, min(low, high))
@@ -146,10 +145,10 @@ def find_bounds(
     shown = format.min_subnormal - histogram.floor
     if histogram.nonfinite:
         return Bounds(interval, OutOfSight.NOT_FINITE, shown, reserved=reserved)
-    climb = max(_climb(tensor, noticed, largest_climb(format)) for tensor in histogram.each)
+    climb = max(_climb(tensor, tolerance, largest_climb(format)) for tensor in histogram.each)
     if climb and shown < high and shown + climb <= MAX_EXPONENT:
         return Bounds(interval, OutOfSight.LOWEST_OCTAVE, shown, shown + climb, reserved)
-    dark = any(tensor.dark and tensor.share > noticed for tensor in histogram.each)
+    dark = any(tensor.dark and tensor.share > tolerance for tensor in histogram.each)
     zeros = OutOfSight.ONLY_ZEROS if dark else None
     return Bounds(interval, zeros, shown, reserved=reserved)
 
@@ -173,10 +172,9 @@ def lowest_exponents(
         format: the format its gradients are stored in.
         tolerance: as for ``find_bounds``.
     """
-    noticed = min(NOTICED * tolerance, 0.5)
     for tensor in histogram.each:
-        if _is_useful(tensor, noticed):
-            yield tensor.cut, format.min_subnormal - _lowest_needed(tensor, format, noticed)
+        if _is_useful(tensor, tolerance):
+            yield tensor.cut, format.min_subnormal - _lowest_needed(tensor, format, tolerance)
 
 
 def _lowest_needed(tensor: Histogram, format: Format, tolerance: float) -> int:
@@ -184,7 +182,7 @@ def _lowest_needed(tensor: Histogram, format: Format, tolerance: float) -> int:
     needed, bulk = tensor.lowest_needed(tolerance / tensor.share), tensor.lowest_needed(0.5)
     assert needed is not None
     assert bulk is not None
-    digits = min(DIGITS, format.mantissa_bits) + math.floor(math.log2(tensor.share))
+    digits = (0 if format.saturates else DIGITS) + math.floor(math.log2(tensor.share))
     return min(needed, bulk - max(digits, 0))
 
 

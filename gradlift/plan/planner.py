@@ -10,8 +10,10 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      nothing but zeros: any exponent, so that of the neighbours
     all of them:     where one exponent would serve with a bit less of headroom, it does; where
                      there is only one, small gradients get all but a bit of the headroom
+    next to others:  nothing is asked for that the other side of a cut cannot give, and room is
+                     kept for what a dark path may bring, see ``neighbours``
     exponents:       the last ones, while they lie in their intervals and little would be gained;
-                     otherwise those with the fewest active cuts, see ``potential``
+                     otherwise those with the fewest active cuts, see ``choice``
                      (rule "zhao2019": those that the paper's formula gives, see ``carried``)
 
 What it gave up: only the largest parameter gradient is known, so a parameter whose own gradient
@@ -26,19 +28,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlift.formats import Format, get
-from gradlift.plan.bounds import (
-    ANY,
-    Bounds,
-    OutOfSight,
-    find_bounds,
-    largest_climb,
-    lowest_exponents,
-)
+from gradlift.plan.bounds import ANY, Bounds, OutOfSight, find_bounds, largest_climb
+from gradlift.plan.choice import Choice
 from gradlift.plan.graph import Component, Graph
 from gradlift.plan.histogram import Histogram
+from gradlift.plan.neighbours import may_grow_by, without_what_is_lost_anyway
 from gradlift.plan.paper_planner import PaperExponents, carry, lower
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval, fewest_cuts, meet
+from gradlift.plan.potential import MAX_EXPONENT
 from gradlift.zhao2019 import CutStatistics, Zhao2019
 
 # Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
@@ -46,9 +43,6 @@ from gradlift.zhao2019 import CutStatistics, Zhao2019
 # two of them a quantised network skipped a step that it need not have skipped. Where there can be
 # no cut, all but one go to gradients that are too small otherwise: torch's scale has no headroom.
 SPARED = 1
-
-# Bits below its best exponent at which a component that does not fit may be, rather than have a cut.
-SQUEEZED = 3
 
 
 def choose(
@@ -94,8 +88,8 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
-    found = _given_up(graph, histograms, formats, found, tolerance)
-    awaited = _awaited(graph, histograms)
+    found = without_what_is_lost_anyway(graph, histograms, formats, found, tolerance)
+    awaited = may_grow_by(graph, histograms)
     found = [
         bounds.awaiting(bits) if bits > headroom else bounds
         for bounds, bits in zip(found, awaited, strict=True)
@@ -104,7 +98,10 @@ def choose(
         found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
     if rule is None:
         settled = last is not None and not last.probe_again
-        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
+        # Where overflow saturates, a surprise costs no step, and digits are scarce.
+        found, exponents, cuts = _by_range(
+            graph, found, before, headroom, settled, surprises=not format.saturates
+        )
     else:
         carried = _carried(graph, found, before, rule, passages, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, carried)
@@ -193,73 +190,6 @@ def _bounds(
     )
 
 
-def _given_up(
-    graph: Graph,
-    histograms: Sequence[Histogram | None],
-    formats: Sequence[Format],
-    found: Sequence[Bounds],
-    tolerance: float,
-) -> list[Bounds]:
-    """Without what one side of a cut asks for and the other cannot give.
-
-    A gradient at a cut is stored on both sides. What does not fit on one of them is lost, and a
-    higher exponent on the other would bring nothing back. Nor is it worth a cut to give
-    what must lose something anyway its very best exponent.
-    """
-    gives_up = [SQUEEZED * b.interval.empty for b in found]
-    tops = [b.interval.high - by for b, by in zip(found, gives_up, strict=True)]
-    least = [min(b.interval.low, top) for b, top in zip(found, tops, strict=True)]
-    both = [(cut.name, cut.downstream, cut.upstream) for cut in graph.cuts]
-    lows = {name: min(least[a], least[b]) for name, a, b in both}
-    highs = {name: min(tops[a], tops[b]) for name, a, b in both}
-    result = []
-    for bounds, histogram, format in zip(found, histograms, formats, strict=True):
-        if histogram is not None:
-            asked = [
-                (min(e, lows.get(cut, e)), highs.get(cut, bounds.interval.high))
-                for cut, e in lowest_exponents(histogram, format, tolerance)
-            ]
-            bounds = bounds.asking(
-                max((low for low, _ in asked), default=MIN_EXPONENT),
-                max((high for _, high in asked), default=MIN_EXPONENT),
-            )
-        result.append(bounds)
-    return result
-
-
-def _awaited(graph: Graph, histograms: Sequence[Histogram | None]) -> list[int]:
-    """Bits by which each component's gradient may grow when a dark path from the loss wakes up.
-
-    A loss term that is zero for now sends zeros along its path. Once it is not, what arrives where
-    the path meets others may be as large as what the loss sends elsewhere, and all that lies
-    behind grows by as much.
-    """
-    peaks = [histogram.peak if histogram else None for histogram in histograms]
-    bits = [0] * len(peaks)
-    known = [peak for cut in graph.below[graph.loss] if (peak := peaks[cut.upstream]) is not None]
-    if not known:
-        return bits
-    missing = [0 if peak is None else max(0, max(known) - peak) for peak in peaks]
-    met = sorted(_met_by_dark_paths(graph, peaks), key=lambda i: -missing[i])
-    seen: set[int] = set()
-    for start in met:
-        for here in graph.behind(start, seen):
-            bits[here] = min(missing[start], missing[here])
-    return bits
-
-
-def _met_by_dark_paths(graph: Graph, peaks: Sequence[int | None]) -> set[int]:
-    """The first components on each path of zeros from the loss that show something else."""
-    path, met = [graph.loss], set[int]()
-    for here in path:
-        for other in [cut.upstream for cut in graph.below[here] if cut.dark]:
-            if peaks[other] is not None:
-                met.add(other)
-            elif other not in path:
-                path.append(other)
-    return met - {graph.loss}
-
-
 def _let_down(bounds: Bounds, before: PlannedComponent | None, last: Plan) -> Bounds:
     """An overflow raises no upper end; one that was never measured comes down to the loss's.
 
@@ -297,137 +227,6 @@ def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
     return [bounds.raised(needed) for bounds in found]
 
 
-def _settle(
-    graph: Graph,
-    usable: Sequence[Interval],
-    before: Sequence[PlannedComponent | None],
-    headroom: int,
-    settled: bool,
-) -> list[int]:
-    """The last exponents where they will do, otherwise new ones near them.
-
-    A cut of a plan that had settled is not given up for a bit: it would be back tomorrow.
-    """
-    wishes = [_wish(interval, headroom) for interval in usable]
-    wishes[graph.loss] = _lowest_next_to_the_loss(graph, wishes)
-    cheapest = fewest_cuts(graph, usable, wishes)
-    kept = [planned.exponent for planned in before if planned]
-    if len(kept) == len(before) and _obey(graph, usable, kept):
-        cost, moved = len(graph.active(kept)), _moved(graph, usable, kept, before, headroom)
-        saves = len(graph.active(cheapest)) < cost
-        if saves and settled:
-            spare = [_narrowed(interval) for interval in usable]
-            if len(graph.active(fewest_cuts(graph, spare))) >= cost:
-                return moved
-        if not saves and moved == kept:
-            return kept
-    loss = _moved(graph, usable, cheapest, before, headroom)[graph.loss]
-    wishes = [_wish(interval, headroom, above=loss) for interval in usable]
-    for bits in range(headroom, -1, -1):
-        # As many bits above the lower ends as can be had without another cut.
-        spare = [_with_bits_below(interval, bits) for interval in usable]
-        placed = fewest_cuts(graph, spare, wishes, loss=loss)
-        if len(graph.active(placed)) <= len(graph.active(cheapest)):
-            return _moved(graph, spare, placed, before, headroom)
-    return _moved(graph, usable, cheapest, before, headroom)
-
-
-def _with_bits_below(interval: Interval, bits: int) -> Interval:
-    """With a lower end that is higher by this, where there is room for it."""
-    return replace(interval, low=min(interval.low + bits, interval.high))
-
-
-def _lowest_next_to_the_loss(graph: Graph, wishes: Sequence[int | None]) -> int | None:
-    """The lowest wish of the loss and of those that it sends gradients to.
-
-    What begins there later comes at the loss's exponent, which nobody has measured for it.
-    """
-    reached, found = [graph.loss], list[int]()
-    for here in reached:
-        wish = wishes[here]
-        if wish is not None:
-            found.append(wish)
-        if wish is None or here == graph.loss:
-            nexts = [cut.upstream for cut in graph.below[here]]
-            reached += [i for i in dict.fromkeys(nexts) if i not in reached]
-    return min(found, default=None)
-
-
-def _moved(
-    graph: Graph,
-    usable: Sequence[Interval],
-    exponents: Sequence[int],
-    before: Sequence[PlannedComponent | None],
-    headroom: int,
-) -> list[int]:
-    """Every region at the best exponent that all of it allows, the loss's first."""
-    chosen = list(exponents)
-    loss: int | None = None
-    for region in graph.regions(exponents):
-        common, base = _common(usable, exponents, region), exponents[region[0]]
-        last = [planned.exponent for i in region if (planned := before[i])]
-        best = _pick(common, headroom, last, above=loss)
-        for i in region:
-            chosen[i] = best + exponents[i] - base
-        loss = chosen[graph.loss]
-    return chosen
-
-
-def _obey(graph: Graph, usable: Sequence[Interval], kept: Sequence[int]) -> bool:
-    """Whether exponents obey pins and intervals."""
-    pinned, loss = graph.pinned, kept[graph.loss]
-    if any(kept[i] != loss + offset for i, offset in pinned.items()):
-        return False
-    if loss not in meet(usable[i].shifted(-offset) for i, offset in pinned.items()):
-        return False
-    return all(kept[i] in usable[i] for i in range(len(kept)) if i not in pinned)
-
-
-def _common(
-    usable: Sequence[Interval], exponents: Sequence[int], region: Sequence[int]
-) -> Interval:
-    """What a region allows its first component, if the others keep their distance from it."""
-    base = exponents[region[0]]
-    return meet(usable[i].shifted(base - exponents[i]) for i in region)
-
-
-def _pick(common: Interval, headroom: int, last: Sequence[int], above: int | None) -> int:
-    """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
-    wish = _wish(common, headroom, above)
-    best = min(max(0, common.low), common.high) if wish is None else wish
-    if above is not None and common.high > above:
-        good = [e for e in last if e in common and e <= best + 1]
-    else:
-        good = [e for e in last if e in common and best - e <= headroom + 1]
-    return max(good, default=best)
-
-
-def _wish(interval: Interval, headroom: int, above: int | None = None) -> int | None:
-    """The best exponent; None where gradients set no upper end.
-
-    For the loss, and what cannot be as high: near the top, where few values are subnormal, with
-    ``headroom`` bits more to spare where there is room on both sides. What can be higher than the
-    loss, which is at ``above``, goes no further than it pays, with as many bits to spare: the rest
-    of the range is room for gradients larger than any that was seen, which would cost a step that
-    one scale does not lose.
-    """
-    if interval.high == MAX_EXPONENT:
-        return None
-    spare = min(headroom, (interval.high - interval.low) // 2)
-    if above is not None and interval.high > above:
-        return max(interval.low + spare, above)
-    return interval.high - spare
-
-
-def _narrowed(interval: Interval) -> Interval:
-    """With a bit to spare on both sides, where it has that many."""
-    return (
-        Interval(interval.low + 1, interval.high - 1)
-        if interval.high - interval.low > 1
-        else interval
-    )
-
-
 Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
 
 
@@ -437,11 +236,14 @@ def _by_range(
     before: Sequence[PlannedComponent | None],
     headroom: int,
     settled: bool,
+    surprises: bool,
 ) -> Chosen:
     """Every component in its interval, with the fewest active cuts."""
     found = _spared(graph, found, max(headroom - 1, 0))
     usable = [bounds.usable for bounds in found]
-    exponents = _settle(graph, usable, before, headroom, settled)
+    last = [planned and planned.exponent for planned in before]
+    choice = Choice(graph, usable, last, headroom, surprises)
+    exponents = choice.exponents(settled)
     return found, exponents, active_cuts(graph, usable, exponents)
 
 
