@@ -622,6 +622,25 @@ def test_a_dark_path_that_meets_gradients_as_large_as_the_losss_holds_nothing_ba
     assert plan.exponents[4] > 30
 
 
+def test_what_one_side_of_a_cut_cannot_give_the_other_does_not_ask_for():
+    """The middle one's gradients come in from a part that must lose them, and go on to another."""
+    small = [replace(seen(-42, -34), cut=name) for name in ("layers.1", "layers.2")]
+    wide = seen(-30, -2)
+    world = [Histogram.merge([wide, small[0]]), Histogram.merge(small)]
+    world.append(Histogram.merge([wide, small[1]]))
+    assert choose(chain(3), world).one_exponent_serves
+    alone = [replace(histogram, cut=None) for histogram in small]
+    world[1] = Histogram.merge(alone)
+    assert len(choose(chain(3), world).active) == 2
+
+
+def test_a_tensor_whose_cut_is_not_known_is_no_output_of_the_whole_model():
+    graph = Graph((Component(), Component(("",))), (Cut("", 0, 1),))
+    inside = seen(-42, -34)
+    plan = choose(graph, [seen(-10, -2), inside])
+    assert plan.exponents[1] > 17, "what is stored inside asks for itself"
+
+
 def test_zeros_behind_something_smaller_than_the_losss_gradients_hold_nothing_back():
     """They were flushed on the way, and are to be looked for."""
     cuts = tuple(replace(cut, dark=cut.name == "layers.2") for cut in chain(3).cuts)

@@ -164,7 +164,7 @@ def _in_sight(
 
 def lowest_exponents(
     histogram: Histogram, format: Format, tolerance: float
-) -> Iterator[tuple[str, int]]:
+) -> Iterator[tuple[str | None, int]]:
     """For each tensor that asks for something, the cut it passes and the lowest exponent.
 
     Args:

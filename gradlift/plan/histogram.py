@@ -53,8 +53,8 @@ class Histogram:
     """floor(log2) of the largest true parameter gradient that the component computes."""
     share: float = 1.0
     """The largest part of a parameter's gradient that comes of it, from 0 to 1."""
-    cut: str = ""
-    """The name of the cut that the tensor passes; empty where that is not known."""
+    cut: str | None = None
+    """The name of the cut that the tensor passes; None where that is not known."""
     tensors: tuple[Histogram, ...] = ()
     """Those that it was merged from, in an order of their own; none for that of one tensor."""
 
@@ -197,4 +197,4 @@ class Histogram:
 
 def _order(histogram: Histogram) -> tuple[Any, ...]:
     h = histogram
-    return h.counts, h.zeros, h.nonfinite, h.floor, h.ceiling, h.share, h.cut
+    return h.counts, h.zeros, h.nonfinite, h.floor, h.ceiling, h.share, h.cut or ""

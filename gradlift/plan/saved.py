@@ -49,7 +49,7 @@ def _histogram_with(tensors: schema.Check) -> schema.Check:
         dark=COUNT,
         parameters=optional(EXPONENT),
         share=Since(schema.number(0.0, 1.0), 1.0),
-        cut=Since(schema.text, ""),
+        cut=Since(optional(schema.text), None),
         tensors=list_of(tensors, make=tuple),
     )
 
