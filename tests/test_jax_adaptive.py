@@ -415,8 +415,9 @@ def test_two_devices_in_shard_map_decide_together():
     assert mapped._cache_size() == 2
     alone = gl.adaptive(loss_fn)
     run(alone, alone.init(PARAMS, X, 1.0), 30)
-    for end in (0, -1):  # half the batch on each device, and the same gradients
-        assert abs(scaler.plan.exponents[end] - alone.plan.exponents[end]) <= 3
+    # Half the batch on each device, and the same gradients; the one cut may lie a layer further.
+    apart = np.abs(np.subtract(scaler.plan.exponents, alone.plan.exponents))
+    assert (apart > 3).sum() <= 1
     true = true_grads(PARAMS, doubling(29))["w"]
     np.testing.assert_allclose(grads["w"][-1], true[-1], atol=0.02 * np.abs(true[-1]).max())
 

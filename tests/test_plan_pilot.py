@@ -43,7 +43,7 @@ def test_a_survey_sets_the_global_exponent_and_the_offsets():
     assert it.offsets == {"a": 0}
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, FAR))
-    assert it.offsets["a"] > 20
+    assert it.offsets["a"] > 10
 
 
 def test_a_loss_in_float32_is_no_gradient_in_sight():
@@ -242,7 +242,7 @@ def test_a_damaged_memory_is_refused_and_changes_nothing(missing):
 def test_a_plan_that_the_trend_has_moved_far_survives_too():
     """Exponents near the upper end rise with the global one, beyond what would be planned."""
     it = pilot()
-    it.saw(record(0, 0), 0, survey(histogram(-5), histogram(-63)))
+    it.saw(record(0, 0), 0, survey(histogram(0), histogram(-63)))
     for step in range(1, 400):
         it.saw(record(step, it.plan.global_exponent, amax=-100), step)
     assert max(it.plan.exponents) > 127
@@ -365,11 +365,11 @@ def test_in_8_bits_early_probes_come_after_a_quarter_of_the_steps():
 def test_two_overflows_above_the_loss_scale_alone_drop_the_exponents_until_a_clean_probe():
     it = pilot()
     exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
-    assert it.offsets["a"] > 20
+    assert it.offsets["a"] > 10
     assert it.saw(record(5, exponent, None, True), 7, overflowed=["a.weight"]) == it.backoff
     assert it.schedule.next_probe == 8, "one may happen"
     it.saw(record(8, exponent), 8, survey(NEAR, FAR))
-    assert it.offsets["a"] > 20
+    assert it.offsets["a"] > 10
     shift = it.saw(record(60, exponent, None, True), 62, overflowed=["a.weight"])
     assert shift == it.backoff, "the loss scale had no part in it"
     assert it.offsets == {"a": 0}
@@ -380,7 +380,7 @@ def test_two_overflows_above_the_loss_scale_alone_drop_the_exponents_until_a_cle
     it = pilot()
     it.load(saved)
     it.saw(record(124, exponent), 124, survey(NEAR, FAR))
-    assert it.offsets["a"] > 20
+    assert it.offsets["a"] > 10
     assert not it.plan.reasons
 
 
@@ -393,7 +393,7 @@ def test_overflows_far_apart_or_in_the_losss_own_part_do_not_count(second, name)
         assert it.schedule.next_probe == step + 1
         it.saw(record(step + 1, exponent), step + 1, survey(NEAR, FAR))
         exponent = it.plan.global_exponent
-        assert it.offsets["a"] > 20
+        assert it.offsets["a"] > 10
 
 
 def test_how_far_a_probed_batch_jumped_is_believed_when_a_second_one_does():
@@ -505,9 +505,9 @@ def test_overflows_of_steps_before_the_answer_are_judged_by_what_those_ran_at():
     exponent += it.saw(record(0, exponent), 0, survey(NEAR, FAR))
     settled, records = exponent, {}
     for step in range(20, 40):
-        overflow = exponent + it.offsets["a"] - 10 > 15
+        overflow = exponent + it.offsets["a"] - 4 > 15
         skipped += [step] * overflow
-        records[step] = record(step, exponent, None if overflow else -10, overflow)
+        records[step] = record(step, exponent, None if overflow else -4, overflow)
         exponent -= it.backoff * overflow
         if step >= 22:
             hit = ["a.weight"] if records[step - 2].overflow else []

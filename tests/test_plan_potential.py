@@ -129,7 +129,9 @@ def test_wishes_decide_between_equals():
     intervals = [Interval(0, 10), Interval(0, 30), Interval(0, 30), Interval(20, 30)]
     assert fewest_cuts(graph, intervals, [8, 8, 8, 25]) == [8, 8, 8, 25]
     assert fewest_cuts(graph, intervals, [8, 25, 25, 25]) == [8, 25, 25, 25]
-    assert fewest_cuts(graph, intervals, [8, 9, 25, 25]) == [9, 9, 25, 25]
+    assert fewest_cuts(graph, intervals, [8, 9, 25, 25]) == [8, 8, 25, 25], "the loss's first"
+    assert fewest_cuts(graph, intervals, [None, 9, 25, 25]) == [9, 9, 25, 25]
+    assert fewest_cuts(graph, intervals, [8, 9, 25, 25], loss=9) == [9, 9, 25, 25]
 
 
 def test_two_thousand_layers_are_planned():

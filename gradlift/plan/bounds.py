@@ -7,7 +7,9 @@ The upper end is about overflow and the lower one about what is flushed to zero:
 
 What must be kept is all but ``tolerance`` of the magnitude of each tensor, judged one by one: that
 is what the parameters fed by it would lose. Counting elements instead asked for several times the
-cuts at the same errors, and over all tensors together a small one hid behind a large one.
+cuts at the same errors, and over all tensors together a small one hid behind a large one. Where a
+parameter sums over several tensors, each counts by its share in that sum. Half of the magnitude
+keeps some digits as well: elements that are about as large lose them before they are flushed.
 
 Both ends need gradients that were in sight. Where a tensor has zeros and more than the tolerance
 just above them, some of its magnitude may have been flushed: it asks for a higher exponent and
@@ -25,6 +27,7 @@ from then on, and forgotten slowly; otherwise the next clean probe would lead st
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -37,6 +40,10 @@ ANY = Interval(MIN_EXPONENT, MAX_EXPONENT)
 # A tensor that stays below 2**USELESS asks for nothing. A parameter sums up some thousand of its
 # elements, and with a gradient of less than about 2^-50 no optimizer can do anything.
 USELESS = -64
+
+# Bits after the leading one that the upper half of a tensor's magnitude must keep: with fewer of
+# them rounding alone takes some percent of it.
+DIGITS = 3
 
 # What the lowest octave in sight holds of a bell curve, to what lies below it. An exponent that was
 # measured to be high enough must not ask for another look when it is taken.
@@ -67,12 +74,15 @@ class Bounds:
     """The exponent from which on another look should show all; never above the interval."""
     reserved: int = 0
     """Bits by which the upper end is lower than what was in sight asks for."""
+    asked: int | None = None
+    """The lowest exponent worth a cut, where that is less than the interval's."""
 
     @property
     def usable(self) -> Interval:
         """The exponents to choose from: in the interval, and where there is more to be seen."""
         interval = self.interval.usable
-        return replace(interval, low=max(interval.low, min(self.look, interval.high)))
+        low = interval.low if self.asked is None else min(interval.low, self.asked)
+        return replace(interval, low=max(low, min(self.look, interval.high)))
 
     def helps(self, exponent: int) -> bool:
         """Whether another look, at this exponent, can show what was out of sight."""
@@ -81,6 +91,27 @@ class Bounds:
         # A bit or two higher, zeros are zeros still.
         least = self.shown + (HIGHER if self.out_of_sight is OutOfSight.ONLY_ZEROS else 1)
         return self.out_of_sight is not None and exponent >= least
+
+    def asking(self, low: int, most: int) -> Bounds:
+        """With a cut for no more than the exponent ``low``, and no look at more than ``most``."""
+        asked = min(low, self.interval.low)
+        if (
+            min(self.look, self.interval.high) <= most
+            or self.out_of_sight is not OutOfSight.LOWEST_OCTAVE
+        ):
+            return replace(self, asked=asked)
+        return replace(self, asked=asked, look=MIN_EXPONENT, out_of_sight=None)
+
+    def awaiting(self, bits: int) -> Bounds:
+        """With room for gradients that may come to be this many bits larger from one step to the
+        next. Small ones that are there now ask for nothing then."""
+        if self.interval.high == MAX_EXPONENT:
+            return self
+        high = max(self.interval.high - bits, MIN_EXPONENT)
+        reserved = self.reserved + self.interval.high - high
+        return replace(
+            self, interval=Interval(MIN_EXPONENT, high), look=MIN_EXPONENT, reserved=reserved
+        )
 
     def raised(self, to: int) -> Bounds:
         """With an upper end of at least this, out of what is reserved as far as that goes."""
@@ -117,8 +148,9 @@ def find_bounds(
     climb = max(_climb(tensor, tolerance, largest_climb(format)) for tensor in histogram.each)
     if climb and shown < high and shown + climb <= MAX_EXPONENT:
         return Bounds(interval, OutOfSight.LOWEST_OCTAVE, shown, shown + climb, reserved)
-    dark = OutOfSight.ONLY_ZEROS if histogram.dark else None
-    return Bounds(interval, dark, shown, reserved=reserved)
+    dark = any(tensor.dark and tensor.share > tolerance for tensor in histogram.each)
+    zeros = OutOfSight.ONLY_ZEROS if dark else None
+    return Bounds(interval, zeros, shown, reserved=reserved)
 
 
 def _in_sight(
@@ -126,22 +158,46 @@ def _in_sight(
 ) -> tuple[int, int]:
     peak = histogram.peak
     high = MAX_EXPONENT if peak is None else format.max_exponent - headroom - peak
-    needed = [tensor.lowest_needed(tolerance) for tensor in histogram.each if _is_useful(tensor)]
-    lows = [format.min_subnormal - at for at in needed if at is not None]
+    lows = (low for _, low in lowest_exponents(histogram, format, tolerance))
     return max(lows, default=MIN_EXPONENT), high
 
 
-def _is_useful(tensor: Histogram) -> bool:
-    return tensor.peak is not None and tensor.peak >= USELESS
+def lowest_exponents(
+    histogram: Histogram, format: Format, tolerance: float
+) -> Iterator[tuple[str | None, int]]:
+    """For each tensor that asks for something, the cut it passes and the lowest exponent.
+
+    Args:
+        histogram: what a probe saw of a component.
+        format: the format its gradients are stored in.
+        tolerance: as for ``find_bounds``.
+    """
+    for tensor in histogram.each:
+        if _is_useful(tensor, tolerance):
+            yield tensor.cut, format.min_subnormal - _lowest_needed(tensor, format, tolerance)
+
+
+def _lowest_needed(tensor: Histogram, format: Format, tolerance: float) -> int:
+    """The exponent of the smallest elements that must be kept, for their number or their digits."""
+    needed, bulk = tensor.lowest_needed(tolerance / tensor.share), tensor.lowest_needed(0.5)
+    assert needed is not None
+    assert bulk is not None
+    digits = (0 if format.saturates else DIGITS) + math.floor(math.log2(tensor.share))
+    return min(needed, bulk - max(digits, 0))
+
+
+def _is_useful(tensor: Histogram, tolerance: float) -> bool:
+    return tensor.share > tolerance and bool(tensor.counts) and tensor.counts[-1][0] >= USELESS
 
 
 def _climb(tensor: Histogram, tolerance: float, largest: int) -> int:
     """Bits to climb until what may have been flushed of a tensor is in sight; 0 for none."""
-    if not tensor.zeros or not _is_useful(tensor):
+    if not tensor.zeros or not _is_useful(tensor, tolerance):
         # Without a single zero nothing can have been flushed.
         return 0
     near = tensor.magnitude_below(tensor.floor + 1)
-    allowed = max(LOWEST * tolerance * tensor.magnitude, math.ldexp(0.5, tensor.floor))
+    loss = tolerance * tensor.magnitude / tensor.share
+    allowed = max(LOWEST * loss, math.ldexp(0.5, tensor.floor))
     # Below its bulk a gradient's magnitude halves with each octave at least.
     return min(math.ceil(math.log2(near / allowed)), largest) if near > allowed else 0
 

@@ -14,7 +14,8 @@ exponents can be compared and merged; what stays behind of the record is its win
 ``floor`` a value became a zero, above ``ceiling`` an inf: zeros and infs are values out of
 sight, not small and large ones. A tensor that shows nothing but zeros is counted as ``dark``,
 because in a sum with others nobody would see it any more. For the same reason a merged histogram
-keeps those of its tensors: what is small in a sum may be all that one of them has.
+keeps those of its tensors: what is small in a sum may be all that one of them has. Where a
+parameter's gradient is a sum over several of them, each knows its share.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Histogram:
     """Tensors all of whose elements were zero."""
     parameters: int | None = None
     """floor(log2) of the largest true parameter gradient that the component computes."""
+    share: float = 1.0
+    """The largest part of a parameter's gradient that comes of it, from 0 to 1."""
+    cut: str | None = None
+    """The name of the cut that the tensor passes; None where that is not known."""
     tensors: tuple[Histogram, ...] = ()
     """Those that it was merged from, in an order of their own; none for that of one tensor."""
 
@@ -192,4 +197,4 @@ class Histogram:
 
 def _order(histogram: Histogram) -> tuple[Any, ...]:
     h = histogram
-    return h.counts, h.zeros, h.nonfinite, h.floor, h.ceiling
+    return h.counts, h.zeros, h.nonfinite, h.floor, h.ceiling, h.share, h.cut or ""

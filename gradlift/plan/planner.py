@@ -10,8 +10,10 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      nothing but zeros: any exponent, so that of the neighbours
     all of them:     where one exponent would serve with a bit less of headroom, it does; where
                      there is only one, small gradients get all but a bit of the headroom
+    next to others:  nothing is asked for that the other side of a cut cannot give, and room is
+                     kept for what a dark path may bring, see ``neighbours``
     exponents:       the last ones, while they lie in their intervals and little would be gained;
-                     otherwise those with the fewest active cuts, see ``potential``
+                     otherwise those with the fewest active cuts, see ``choice``
                      (rule "zhao2019": those that the paper's formula gives, see ``carried``)
 
 What it gave up: only the largest parameter gradient is known, so a parameter whose own gradient
@@ -27,11 +29,13 @@ from dataclasses import replace
 
 from gradlift.formats import Format, get
 from gradlift.plan.bounds import ANY, Bounds, OutOfSight, find_bounds, largest_climb
+from gradlift.plan.choice import Choice
 from gradlift.plan.graph import Component, Graph
 from gradlift.plan.histogram import Histogram
+from gradlift.plan.neighbours import may_grow_by, without_what_is_lost_anyway
 from gradlift.plan.paper_planner import PaperExponents, carry, lower
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
-from gradlift.plan.potential import MAX_EXPONENT, Interval, fewest_cuts, meet
+from gradlift.plan.potential import MAX_EXPONENT
 from gradlift.zhao2019 import CutStatistics, Zhao2019
 
 # Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
@@ -84,11 +88,20 @@ def choose(
         _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
         for i in range(count)
     ]
+    found = without_what_is_lost_anyway(graph, histograms, formats, found, tolerance)
+    awaited = may_grow_by(graph, histograms)
+    found = [
+        bounds.awaiting(bits) if bits > headroom else bounds
+        for bounds, bits in zip(found, awaited, strict=True)
+    ]
     if last is not None:
         found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
     if rule is None:
         settled = last is not None and not last.probe_again
-        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
+        # Where overflow saturates, a surprise costs no step, and digits are scarce.
+        found, exponents, cuts = _by_range(
+            graph, found, before, headroom, settled, surprises=not format.saturates
+        )
     else:
         carried = _carried(graph, found, before, rule, passages, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, carried)
@@ -245,85 +258,6 @@ def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
     return [bounds.raised(needed) for bounds in found]
 
 
-def _settle(
-    graph: Graph,
-    usable: Sequence[Interval],
-    before: Sequence[PlannedComponent | None],
-    headroom: int,
-    settled: bool,
-) -> list[int]:
-    """The last exponents where they will do, otherwise new ones near them.
-
-    A cut of a plan that had settled is not given up for a bit: it would be back tomorrow.
-    """
-    wishes = [_wish(interval, headroom) for interval in usable]
-    cheapest = fewest_cuts(graph, usable, wishes)
-    kept = [planned.exponent for planned in before if planned]
-    if len(kept) == len(before) and _holds(graph, usable, kept, headroom):
-        cost = len(graph.active(kept))
-        if len(graph.active(cheapest)) >= cost:
-            return kept
-        spare = [_narrowed(interval) for interval in usable]
-        if settled and len(graph.active(fewest_cuts(graph, spare))) >= cost:
-            return kept
-    chosen = list(cheapest)
-    for region in graph.regions(cheapest):
-        common, base = _common(usable, cheapest, region), cheapest[region[0]]
-        last = [planned.exponent for i in region if (planned := before[i])]
-        best = _pick(common, headroom, last)
-        for i in region:
-            chosen[i] = best + cheapest[i] - base
-    return chosen
-
-
-def _holds(graph: Graph, usable: Sequence[Interval], kept: Sequence[int], headroom: int) -> bool:
-    """Whether exponents obey pins and intervals, with no region far below where it could be."""
-    pinned, loss = graph.pinned, kept[graph.loss]
-    if any(kept[i] != loss + offset for i, offset in pinned.items()):
-        return False
-    if loss not in meet(usable[i].shifted(-offset) for i, offset in pinned.items()):
-        return False
-    if any(kept[i] not in usable[i] for i in range(len(kept)) if i not in pinned):
-        return False
-    return all(
-        _pick(_common(usable, kept, region), headroom, [kept[region[0]]]) == kept[region[0]]
-        for region in graph.regions(kept)
-    )
-
-
-def _common(
-    usable: Sequence[Interval], exponents: Sequence[int], region: Sequence[int]
-) -> Interval:
-    """What a region allows its first component, if the others keep their distance from it."""
-    base = exponents[region[0]]
-    return meet(usable[i].shifted(base - exponents[i]) for i in region)
-
-
-def _pick(common: Interval, headroom: int, last: Sequence[int]) -> int:
-    """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
-    wish = _wish(common, headroom)
-    best = min(max(0, common.low), common.high) if wish is None else wish
-    good = [e for e in last if e in common and best - e <= headroom + 1]
-    return max(good, default=best)
-
-
-def _wish(interval: Interval, headroom: int) -> int | None:
-    """The best exponent: near the top, where few values are subnormal, with ``headroom`` bits
-    more to spare where there is room on both sides; None where gradients set no upper end."""
-    if interval.high == MAX_EXPONENT:
-        return None
-    return interval.high - min(headroom, (interval.high - interval.low) // 2)
-
-
-def _narrowed(interval: Interval) -> Interval:
-    """With a bit to spare on both sides, where it has that many."""
-    return (
-        Interval(interval.low + 1, interval.high - 1)
-        if interval.high - interval.low > 1
-        else interval
-    )
-
-
 Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
 
 
@@ -333,11 +267,14 @@ def _by_range(
     before: Sequence[PlannedComponent | None],
     headroom: int,
     settled: bool,
+    surprises: bool,
 ) -> Chosen:
     """Every component in its interval, with the fewest active cuts."""
     found = _spared(graph, found, max(headroom - 1, 0))
     usable = [bounds.usable for bounds in found]
-    exponents = _settle(graph, usable, before, headroom, settled)
+    last = [planned and planned.exponent for planned in before]
+    choice = Choice(graph, usable, last, headroom, surprises)
+    exponents = choice.exponents(settled)
     return found, exponents, active_cuts(graph, usable, exponents)
 
 
@@ -408,8 +345,8 @@ def _outcome(
 
 
 def _lost(histogram: Histogram, floor: int) -> float:
-    """The largest fraction of a tensor's magnitude that lies below 2**floor."""
-    return max(t.magnitude_below(floor) / (t.magnitude or 1.0) for t in histogram.each)
+    """The largest fraction of a tensor's magnitude that lies below 2**floor, by its share."""
+    return max(t.share * t.magnitude_below(floor) / (t.magnitude or 1.0) for t in histogram.each)
 
 
 def _excess(

@@ -68,7 +68,10 @@ def meet(intervals: Iterable[Interval]) -> Interval:
 
 
 def fewest_cuts(
-    graph: Graph, intervals: Sequence[Interval], wishes: Sequence[int | None] = ()
+    graph: Graph,
+    intervals: Sequence[Interval],
+    wishes: Sequence[int | None] = (),
+    loss: int | None = None,
 ) -> list[int]:
     """An exponent for each component with as few active cuts as can be found.
 
@@ -78,9 +81,10 @@ def fewest_cuts(
             the lowest upper end of the pinned ones wins.
         wishes: the exponent in its interval that each component would like best, None for no
             wish. Of two assignments with as many active cuts, the one nearer to them is taken.
+        loss: the exponent of the loss, if that is known; None for the one that costs least.
     """
     pinned, offsets = graph.pinned, set(graph.pinned.values())
-    if offsets == {0}:
+    if offsets == {0} and loss is None:
         common = Interval(max(i.low for i in intervals), min(i.high for i in intervals))
         if not common.empty:
             return [common.high] * len(intervals)
@@ -88,7 +92,7 @@ def fewest_cuts(
     ground = meet(intervals[i].shifted(-offset) for i, offset in pinned.items())
     ends = {i.high for i in intervals} | {wish for wish in wishes if wish is not None}
     trials = {t for end in ends for offset in offsets if (t := end - offset) in ground}
-    trials.add(ground.high)
+    trials = {ground.high, *trials} if loss is None else {loss}
     values = ends | {trial + offset for trial in trials for offset in offsets}
     tree = _Tree(graph, intervals, wishes, values)
     tables = tree.tables(loss=None, known={})
@@ -96,7 +100,7 @@ def fewest_cuts(
     def price(loss: int) -> int:
         regret = sum(_regret(loss + at, wishes[i]) for i, at in pinned.items())
         below = tree.tables(loss, tables)
-        return regret + sum(min(below[start].values()) for start in tree.starts)
+        return tree.pinned * regret + sum(min(below[start].values()) for start in tree.starts)
 
     loss = min(sorted(trials, reverse=True), key=price)
     exponents = [loss + pinned.get(i, 0) for i in range(len(intervals))]
@@ -133,8 +137,10 @@ class _Tree:
         self.starts: list[int] = []
         self.order: list[int] = []
         self.parent: dict[int, int | None] = {}
-        # One cut outweighs every wish there can be.
-        self.cut = 1 + (MAX_EXPONENT - MIN_EXPONENT) * len(intervals)
+        # The wishes of what moves with the loss outweigh all others, and one cut every wish there
+        # can be.
+        self.pinned = 1 + (MAX_EXPONENT - MIN_EXPONENT) * len(intervals)
+        self.cut = self.pinned**2
         self._link(graph)
         self._walk(free)
 

@@ -48,6 +48,8 @@ def _histogram_with(tensors: schema.Check) -> schema.Check:
         ceiling=EXPONENT,
         dark=COUNT,
         parameters=optional(EXPONENT),
+        share=Since(schema.number(0.0, 1.0), 1.0),
+        cut=Since(optional(schema.text), None),
         tensors=list_of(tensors, make=tuple),
     )
 
@@ -64,7 +66,16 @@ GRAPH = record(
         least=1,
         make=tuple,
     ),
-    cuts=list_of(record(make=Cut, name=schema.text, downstream=INDEX, upstream=INDEX), make=tuple),
+    cuts=list_of(
+        record(
+            make=Cut,
+            name=schema.text,
+            downstream=INDEX,
+            upstream=INDEX,
+            dark=Since(schema.flag, False),
+        ),
+        make=tuple,
+    ),
     loss=INDEX,
 )
 _MOMENTS = record(

@@ -15,6 +15,7 @@ from gradlift.formats import Format
 from gradlift.torch.adaptive.cuts import CutHook, Gate
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.probe.components import Components
+from gradlift.torch.probe.shares import Goal, goals_of
 
 FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """By dtype; all others count as float32."""
@@ -40,6 +41,8 @@ class Row:
     terms: int = 0
     """Products in one element of the input gradient of the layer behind a cut, where a rule asks
     for them and knows the layer's weight."""
+    goals: tuple[Goal, ...] = ()
+    """What a cut's gradient goes on to, in order."""
 
 
 class GradientRows:
@@ -65,6 +68,7 @@ class GradientRows:
     ) -> None:
         """Gives every cut and leaf edge of an armed graph its row."""
         components = self._numbers = self._number_components(walk, keys)
+        names: dict[tuple[Any, int], str] = {}
         for edge in walk.cuts:
             key, offset = keys[edge.cut][0], offsets[edge.downstream]
             down, up = components[edge.downstream], components[edge.upstream]
@@ -76,14 +80,32 @@ class GradientRows:
             key = parameters.get(id(edge.leaf), f"leaf {number} of component {own}")
             row = self._row(key, offsets[edge.component], own, None)
             self._homes.setdefault(key, set()).add(own)
+            names[edge.node, edge.position] = key
             leaf_return(edge.node).rows[edge.position] = row
             self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
             formats = formats_of(edge.node) | {FORMATS.get(edge.leaf.dtype, "float32")}
             # A parameter with several uses comes out of a narrow format if one of them does.
             self.note_leaf(key, is_wide=formats == {"float32"})
+        self._note_goals(walk, keys, names)
         for node, component in zip(walk.nodes, walk.component_of, strict=True):
             cut = walk.cut_slots.get(node, ())
             self.components.note_formats(components[component], formats_of(node, cut))
+
+    def _note_goals(
+        self,
+        walk: Walk,
+        keys: Mapping[CutHook, tuple[str, ...]],
+        leaves: Mapping[tuple[Any, int], str],
+    ) -> None:
+        met = {edge.cut for edge in walk.cuts}
+        slots = [
+            (node, slot, cut) for node, on in walk.cut_slots.items() for slot, cut in on.items()
+        ]
+        cuts = {(node, slot): keys[cut][0] for node, slot, cut in slots if cut in met}
+        for node, _, cut in slots:
+            if cut in met:
+                row = self.rows[cut.row]
+                row.goals = tuple(sorted({*row.goals, *goals_of(node, leaves, cuts)}))
 
     def note_leaf(self, key: str, *, is_wide: bool) -> None:
         """A leaf was met, whose gradient is computed in float32 alone or is not."""

@@ -14,7 +14,7 @@ exponent, so that the exponent chosen there keeps them too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gradlift.formats import Format, get
@@ -22,6 +22,7 @@ from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.observations import Survey
 from gradlift.torch.probe.rows import GradientRows, Row
+from gradlift.torch.probe.shares import Goal, shares
 from gradlift.torch.ranks.reductions import Reduction
 
 HALF_LEAVES = "float16 parameters"
@@ -39,7 +40,7 @@ def survey_of(
         records: those that something was counted in, and what.
         reduction: what becomes of the parameters' gradients after the backward pass.
     """
-    seen, leaves = _by_component(rows, records)
+    seen, leaves = _by_component(rows, _with_shares(records))
     formats = _Formats.of(rows)
     histograms = {
         component: Histogram.merge(_at_stake(parts, formats.inside.get(component, set())))
@@ -53,7 +54,24 @@ def survey_of(
         if reduction.narrow or (reduction.bits and row.format == "float16"):
             _bound(histograms, rows.components.loss, found, -reduction.bits)
     half = [found for row, found in leaves if row.half_leaf]
-    return _with_half_leaves(_survey(rows, formats, histograms), half)
+    lit = {row.key for parts in seen.values() for row, found in parts if not found.dark}
+    return _with_half_leaves(_survey(rows, formats, histograms, lit), half)
+
+
+def _with_shares(records: Iterable[tuple[Row, Histogram]]) -> Found:
+    """The records, each cut's with its share in the gradients of parameters."""
+    found = list(records)
+    goals: dict[str, set[Goal]] = {}
+    by_key: dict[str, list[Histogram]] = {}
+    for row, seen in found:
+        if row.goals:
+            goals.setdefault(row.key, set()).update(row.goals)
+            by_key.setdefault(row.key, []).append(seen)
+    known = shares(goals, by_key)
+    return [
+        (row, replace(seen, share=known.get(row.key, 1.0), cut=row.key) if row.goals else seen)
+        for row, seen in found
+    ]
 
 
 def _by_component(
@@ -173,7 +191,9 @@ def _bound(histograms: dict[int, Histogram], component: int, found: Histogram, r
         )
 
 
-def _survey(rows: GradientRows, formats: _Formats, histograms: Mapping[int, Histogram]) -> Survey:
+def _survey(
+    rows: GradientRows, formats: _Formats, histograms: Mapping[int, Histogram], lit: Set[str]
+) -> Survey:
     root_of, number = rows.components.roots, rows.components.indices()
     keys, held, loss = rows.components.keys(), rows.components.held(), rows.components.loss
     components = tuple(
@@ -185,7 +205,12 @@ def _survey(rows: GradientRows, formats: _Formats, histograms: Mapping[int, Hist
         for root in number
     )
     cuts = {
-        (row.key, number[root_of[row.downstream]], number[root_of[row.upstream]])
+        (
+            row.key,
+            number[root_of[row.downstream]],
+            number[root_of[row.upstream]],
+            row.key not in lit,
+        )
         for row in rows.rows
         if row.upstream is not None and root_of[row.downstream] != root_of[row.upstream]
     }

@@ -216,8 +216,10 @@ def _row(probe: Probe, where: dict[Any, int], row: Row, numbers: Sequence[int]) 
     up = None if row.upstream is None else numbers[row.upstream]
     # Ranks may have different things below the same key; leaves without a name are numbered.
     root = probe.components.roots[down]
-    own = repr(replace(row, downstream=root, upstream=None if up is None else 0))
+    own = repr(replace(row, downstream=root, upstream=None if up is None else 0, goals=()))
     if own not in where:
         where[own] = len(probe.rows)
         probe.rows.append(replace(row, downstream=down, upstream=up))
+    met = probe.rows[where[own]]
+    met.goals = tuple(sorted({*met.goals, *row.goals}))
     return where[own]
