@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -322,20 +323,22 @@ def test_what_is_reserved_for_a_jump_is_not_taken_off_twice():
     assert settled - 8 - 3 <= exponent <= settled
 
 
-def test_batches_that_come_rarely_and_are_far_larger_get_through():
-    """Every ninth is 2^30 times as large, and all probes see the others."""
+@pytest.mark.parametrize("by_itself", [False, True], ids=["pilot", "device"])
+def test_batches_that_come_rarely_and_are_far_larger_get_through(by_itself):
+    """Every ninth is 2^30 times as large, and all probes see the others; the device may predict by
+    itself, and here stays where it is."""
     it, exponent, records = pilot(), 8, []
     for step in range(200):
         peak = 0 if step % 9 == 8 else -30
         overflow = exponent + peak > 15
         probed = step >= it.schedule.next_probe and not overflow
-        records.append((record(step, exponent, None if overflow else peak, overflow), probed))
+        here = record(step, exponent, None if overflow else peak, overflow)
         exponent -= it.backoff * overflow
+        records.append((replace(here, went_on=exponent) if by_itself else here, probed))
         if step >= 2:
             past, looked = records[step - 2]
-            here = histogram(past.amax - 2, past.amax) if looked else None
-            shift = it.saw(past, step, here and survey(here, here), overflowed=["a.weight"])
-            exponent += shift
+            seen = histogram(past.amax - 2, past.amax) if looked else None
+            exponent += it.saw(past, step, seen and survey(seen, seen), overflowed=["a.weight"])
     lost = [r.step for r, _ in records if r.overflow]
     assert len(lost) <= 9
     assert max(lost) < 100

@@ -188,7 +188,9 @@ class Pilot:
             return None
         if not record.overflow:
             return record.amax
-        known = record.went_on is None and not record.bad_loss
+        # In terms of the true gradient only where nothing runs above the loss's exponent.
+        one_scale = self.plan is None or self.plan.one_exponent_serves
+        known = not record.bad_loss and (record.went_on is None or one_scale)
         return self._limit + self.headroom + 1 - record.exponent if known else None
 
     def _shifted_since(self, step: int) -> int:
