@@ -223,7 +223,7 @@ def test_a_head_in_the_middle_that_begins_late_costs_no_more_steps_than_with_tor
     The training is chaotic, and its loss no measure.
     """
     loss_of = weighted(lambda step: float(step >= 50))
-    skips = {way: 0 for way in ("torch", "layers")}
+    skips = dict.fromkeys(("torch", "layers"), 0)
     for way in skips:
         for seed in SEEDS:
             run = train(HeadInTheMiddle, loss_of, way, seed, rate=2e-3, rows=ROWS, steps=120)
