@@ -20,7 +20,8 @@ CASES = ("ddp zhao2019 own", "fsdp2 range own", "ddp range same", "fsdp2 range s
 STEPS = 22
 AFTER = 6
 """Steps that are taken from a checkpoint on."""
-OVERFLOW = 11
+OVERFLOW = 12
+"""Not where a probe of the search is under way, which a checkpoint leaves out."""
 
 
 class Run:

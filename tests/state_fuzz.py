@@ -414,7 +414,12 @@ def valid_graph(graph: Any) -> bool:
             ),
         ),
         cuts=lambda v: is_list(
-            v, lambda c: is_dict(c, name=is_text, downstream=is_whole, upstream=is_whole)
+            v,
+            lambda c: isinstance(c, dict)
+            and is_dict(
+                {"dark": False, **c}, name=is_text, downstream=is_whole, upstream=is_whole,
+                dark=is_flag,
+            ),
         ),
         loss=is_whole,
     ):  # fmt: skip
@@ -483,6 +488,9 @@ def valid_peak(row: Any) -> bool:
 
 
 def valid_histogram(histogram: Any, of_one_tensor: bool = False) -> bool:
+    if not isinstance(histogram, dict):
+        return False
+    histogram = {"share": 1.0, "cut": None, **histogram}
     if not is_dict(
         histogram,
         counts=lambda v: is_list(
@@ -494,6 +502,8 @@ def valid_histogram(histogram: Any, of_one_tensor: bool = False) -> bool:
         ceiling=is_exponent,
         dark=is_whole,
         parameters=maybe(is_exponent),
+        share=lambda v: is_number(v, 0.0, 1.0),
+        cut=maybe(is_text),
         tensors=lambda v: is_list(
             v, lambda inner: not of_one_tensor and valid_histogram(inner, of_one_tensor=True)
         ),

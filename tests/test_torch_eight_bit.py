@@ -125,9 +125,11 @@ def test_a_gpts_gradients_are_nearer_to_the_truth_with_exponents_of_their_own(te
     planned = errors(TINY, text, weights, layerwise=True)
     one = errors(TINY, text, weights, layerwise=False)
     assert max(planned.values()) < 0.15
-    # One scale spends its headroom on small gradients, and is not far behind any more.
+    # Since one scale spends its headroom on small gradients it is no longer twice as far off: the
+    # largest error is 1.35 times that of the plan, all together 1.28 times (once 2 and 1.5).
     assert all(one[name] > error for name, error in planned.items())
-    assert sum(one.values()) > 1.2 * sum(planned.values())
+    assert max(one.values()) > 1.3 * max(planned.values())
+    assert sum(one.values()) > 1.25 * sum(planned.values())
 
 
 def test_the_small_benchmark_trains_near_bf16_with_planned_exponents(text):

@@ -33,20 +33,17 @@ def without_what_is_lost_anyway(
     what must lose something anyway its very best exponent.
     """
     tops = [b.interval.high - SQUEEZED * b.interval.empty for b in found]
-    least = [min(b.interval.low, top) for b, top in zip(found, tops, strict=True)]
-    both = [(cut.name, cut.downstream, cut.upstream) for cut in graph.cuts]
-    lows: dict[str | None, int] = {name: min(least[a], least[b]) for name, a, b in both}
-    highs: dict[str | None, int] = {name: min(tops[a], tops[b]) for name, a, b in both}
+    given: dict[str | None, int] = {
+        cut.name: min(tops[cut.downstream], tops[cut.upstream]) for cut in graph.cuts
+    }
     result = list(found)
     for i, histogram in enumerate(histograms):
-        if histogram is None or histogram.nonfinite:
-            continue
-        asked = list(lowest_exponents(histogram, formats[i], tolerance))
-        asked_low = [min(low, lows[cut]) if cut in lows else low for cut, low in asked]
-        most = [highs.get(cut, MAX_EXPONENT) for cut, _ in asked]
-        result[i] = found[i].asking(
-            max(asked_low, default=MIN_EXPONENT), max(most, default=MIN_EXPONENT)
-        )
+        if histogram is not None and not histogram.nonfinite:
+            asked = list(lowest_exponents(histogram, formats[i], tolerance))
+            result[i] = found[i].asking(
+                max((min(low, given.get(cut, low)) for cut, low in asked), default=MIN_EXPONENT),
+                max((given.get(cut, MAX_EXPONENT) for cut, _ in asked), default=MIN_EXPONENT),
+            )
     return result
 
 
