@@ -125,15 +125,22 @@ def adaptive(loss_fn: Any, params: Any, tx: Any, batch: jax.Array) -> Variant:
         updates, opt_state = tx.update(grads, old[1], old[0])
         return state, *gl.select(finite, [optax.apply_updates(old[0], updates), opt_state], old)
 
+    def hold_probes() -> None:
+        assert scaler._pilot is not None
+        scaler._pilot.schedule.next_probe = 2**40
+
     def after(carry: Any) -> Any:
         state, *rest = carry
-        # The host's part is timed, but for the probes that it asks for.
-        return scaler.adjust(state).replace(bins=None), *rest
+        hold_probes()  # the rest of what the host does is timed
+        return scaler.adjust(state), *rest
 
     state = scaler.init(params, batch)
     for _ in range(16):
         state, _ = scaler(state, params, batch)
-    return Variant((state.replace(bins=None), params, tx.init(params)), step, after)
+    while state.bins is not None:
+        hold_probes()
+        state, _ = scaler(state, params, batch)
+    return Variant((state, params, tx.init(params)), step, after)
 
 
 VARIANTS: dict[str, Callable[..., Variant]] = {

@@ -18,6 +18,9 @@ to tell by how much losses differ by chance. Then the first four take turns (see
 The inputs are noise: where the gradients of a trained detector lie is not shown here, but what
 the scaler does in such a network, and what that takes.
 
+Trainings bear company and timings do not, so the two can be had apart: ``--rounds 0`` times
+nothing, and several such processes may share a GPU; ``--steps 40`` times after a short training.
+
     PYTHONPATH=. python3 benchmarks/networks.py --minutes 9 --lines found.jsonl  minutes on a GPU
     PYTHONPATH=. python3 benchmarks/networks.py --device cuda --only ssd300_vgg16
     PYTHONPATH=. python3 benchmarks/networks.py --quick                           minutes on a CPU
@@ -64,19 +67,27 @@ BFLOAT16 = ("bfloat16", "bfloat16, seed 1")
 
 
 @dataclass(frozen=True)
+class Times:
+    """What its steps take."""
+
+    step_ms: float
+    adaptive: Ratio
+    one_scale: Ratio
+    equal: Ratio
+    probe_ms: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One network."""
 
     network: str
     skipped: dict[str, int]
     losses: dict[str, float]
-    step_ms: float
-    adaptive: Ratio
-    one_scale: Ratio
-    equal: Ratio
-    probe_ms: float
+    steps: int
     cuts: int
     plan: str
+    times: Times | None
 
 
 # Training.
@@ -158,9 +169,26 @@ def measure(network: Network, effort: Effort, device: torch.device) -> Outcome:
     losses = {way: train_plain(network, effort, device, n) for n, way in enumerate(BFLOAT16)}
     model = catalogue.build(network, device)
     batches = catalogue.draw(network, BATCHES, device)
-    trainers = {way: Trainer(network, copy.deepcopy(model), way, device) for way in TIMED}
+    ways = [way for way in TIMED if effort.rounds or way != "torch again"]
+    trainers = {way: Trainer(network, copy.deepcopy(model), way, device) for way in ways}
     skipped = {way: train(t, batches, effort.steps) for way, t in trainers.items()}
     losses |= {way: t.last_loss for way, t in trainers.items()}
+    adaptive = trainers["adaptive"].scaler
+    assert isinstance(adaptive, AdaptiveGradScaler)
+    plan = adaptive.plan
+    times = time_steps(trainers, batches, effort, device) if effort.rounds else None
+    for trainer in trainers.values():
+        if isinstance(trainer.scaler, AdaptiveGradScaler):
+            trainer.scaler.close()
+    cuts = len(plan.active) if plan else 0
+    first = str(plan).splitlines()[0]
+    return Outcome(network.name, skipped, losses, effort.steps, cuts, first, times)
+
+
+def time_steps(
+    trainers: dict[str, Trainer], batches: Sequence[Any], effort: Effort, device: torch.device
+) -> Times:
+    """What the trained ones take, in turns."""
     for trainer in trainers.values():
         settle(trainer, batches)
     timings = take_turns(trainers, batches, effort.block, effort.rounds, device)
@@ -168,21 +196,12 @@ def measure(network: Network, effort: Effort, device: torch.device) -> Outcome:
     adaptive = trainers["adaptive"]
     assert isinstance(adaptive.scaler, AdaptiveGradScaler)
     costs = time_probes(adaptive, adaptive.scaler, batches, effort.block, effort.probes, device)
-    plan = adaptive.scaler.plan
-    for trainer in trainers.values():
-        if isinstance(trainer.scaler, AdaptiveGradScaler):
-            trainer.scaler.close()
-    return Outcome(
-        network=network.name,
-        skipped=skipped,
-        losses=losses,
+    return Times(
         step_ms=1e3 * statistics.median(walls["torch"]),
         adaptive=compare(walls["adaptive"], walls["torch"]),
         one_scale=compare(walls["one scale"], walls["torch"]),
         equal=compare(walls["torch again"], walls["torch"]),
         probe_ms=1e3 * statistics.median(costs),
-        cuts=len(plan.active) if plan else 0,
-        plan=str(plan).splitlines()[0],
     )
 
 
@@ -197,12 +216,14 @@ def describe(found: Outcome) -> str:
     skipped = ", ".join(str(found.skipped[way]) for way in ("torch", "one scale", "adaptive"))
     order = (*BFLOAT16, "torch", "one scale", "adaptive")
     losses = " ".join(f"{found.losses[way]:.5g}" for way in order)
-    equal = f"[{found.equal.low:.3f}, {found.equal.high:.3f}]"
-    return (
-        f"{found.network:20}{skipped:>12}  {losses:46}{found.step_ms:7.2f} ms"
-        f"{found.adaptive!s:>25}{found.one_scale!s:>25}{equal:>17}{found.probe_ms:7.0f} ms"
-        f"   {found.plan}"
-    )
+    line = f"{found.network:20}{skipped:>12}  {losses:46}"
+    if (times := found.times) is not None:
+        equal = f"[{times.equal.low:.3f}, {times.equal.high:.3f}]"
+        line += (
+            f"{times.step_ms:7.2f} ms{times.adaptive!s:>25}{times.one_scale!s:>25}{equal:>17}"
+            f"{times.probe_ms:7.0f} ms"
+        )
+    return f"{line}   {found.plan}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -216,12 +237,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     command.add_argument("--steps", type=at_least(1),
                          help=f"of training ({FULL.steps}; quick: {QUICK.steps})")  # fmt: skip
+    command.add_argument("--rounds", type=at_least(0),
+                         help="to time; 0: only train")  # fmt: skip
     arguments = command.parse_args(argv)
     device: torch.device = arguments.device
     networks = catalogue.chosen(command, arguments.quick, arguments.only)
     begin(device, one_thread=device.type == "cpu")
     effort = QUICK if arguments.quick else FULL
-    effort = replace(effort, steps=arguments.steps or effort.steps)
+    rounds = effort.rounds if arguments.rounds is None else arguments.rounds
+    effort = replace(effort, steps=arguments.steps or effort.steps, rounds=rounds)
     start, lines = time.monotonic(), [HEADER]
     for network in networks:
         if time.monotonic() - start > 60 * arguments.minutes:

@@ -4,6 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
+import default_device
 import pytest
 import torch
 
@@ -51,20 +52,14 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture(autouse=True)
-def _default_device(request, monkeypatch):
+def _default_device(request):
     """Whatever is meant for the host must say so: here nothing else goes there."""
     device = request.config.getoption("--default-device")
     if device is not None:
-
-        class Generator(torch.Generator):
-            def __new__(cls, device=device):
-                return super().__new__(cls, device)
-
-        monkeypatch.setattr(torch, "Generator", Generator)
-        torch.set_default_device(device)
+        default_device.use(device)
     yield
     if device is not None:
-        torch.set_default_device(None)
+        default_device.end()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the marks are chosen by

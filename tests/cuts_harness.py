@@ -105,6 +105,19 @@ def run(model, step, engine=None, scale=SCALE, leaves=(), backward=plain):
     return grads, spy.seen
 
 
+def armed(model, engine, loss_of):
+    """The model's loss times the scale, without gradients so far; armed if there is an engine."""
+    model.zero_grad()
+    scaled = loss_of(model) * SCALE
+    if engine is not None:
+        engine.arm(scaled)
+    return scaled
+
+
+def grads_of(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
 def same(found, expected):
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):

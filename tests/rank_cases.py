@@ -153,7 +153,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
             scaler.step(optimizer, max_norm=max_norm)
             scaler.update()
         assert agreement_of(scaler).ranks.size == 2
-        assert sizes == [2 * 11 * 8]
+        assert sizes == [2 * 15 * 8]
 
 
 @case(2)
@@ -570,6 +570,111 @@ def sharded_gradients_after_a_dropped_batch() -> None:
     backward()
     with pytest.raises(RuntimeError, match="partly scaled"):
         scaler.step(optimizer)
+
+
+def _dropped(
+    max_norm: float | None, *, again: bool, cleared: bool, first_has_loss: bool, **options: Any
+) -> tuple[Any, torch.optim.Optimizer, Tensor]:
+    """A batch given up after ``unscale_`` and without ``update``, and the gradients of the next
+    one, averaged by hand; perhaps rank 0 has no loss in it."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5, **options)
+    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    if cleared:
+        optimizer.zero_grad()
+    if first_has_loss or not on_first():
+        scaler.scale(weight.sum()).backward()
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    dist.all_reduce(weight.grad)
+    if again:
+        scaler.unscale_(optimizer)
+    return scaler, optimizer, weight
+
+
+@case(2)
+def a_rank_without_a_loss_after_a_dropped_batch() -> None:
+    """It cannot know that its gradients are new ones: all ranks hear of it, and none moves."""
+    ways = [(limit, again) for limit in (None, 1.0) for again in (False, True)]
+    for fused in (False, True):
+        for max_norm, again in ways:
+            for cleared, said in ((True, "new ones on rank 1"), (False, "once more on")):
+                told = {"again": again, "cleared": cleared, "first_has_loss": False}
+                scaler, optimizer, weight = _dropped(max_norm, **told, fused=fused)
+                if again and not cleared:  # wrong on each rank, in its own way
+                    said = "partly scaled and partly not|already been called"
+                with pytest.raises(RuntimeError, match=said):
+                    scaler.step(optimizer, max_norm=max_norm)
+                assert weight.tolist() == [1.0] * 3
+                optimizer.zero_grad()
+                scaler.scale(weight.sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                assert weight.tolist() == [0.5] * 3
+
+
+@case(2)
+def an_update_after_a_dropped_batch_and_a_rank_without_a_loss() -> None:
+    scaler, *_ = _dropped(None, again=True, cleared=True, first_has_loss=False)
+    with pytest.raises(RuntimeError, match="new ones on rank 1"):
+        scaler.update()
+
+
+@case(2)
+def ranks_that_all_have_a_loss_after_a_dropped_batch() -> None:
+    for max_norm in (None, 100.0):
+        for again in (False, True):
+            for fused in (False, True):
+                told = {"again": again, "cleared": True, "first_has_loss": True}
+                scaler, optimizer, weight = _dropped(max_norm, **told, fused=fused)
+                with counting() as sizes:
+                    scaler.step(optimizer, max_norm=max_norm)
+                    scaler.update()
+                assert len(sizes) == 1
+                assert weight.tolist() == [0.0] * 3
+
+
+@case(2)
+def a_step_asks_once_after_unscale() -> None:
+    for max_norm in (None, 100.0):
+        (weight,) = plain(3)
+        scaler, optimizer = scaler_of(process_group=dist.group.WORLD), sgd([weight])
+        with counting() as sizes:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer, max_norm=max_norm)
+            scaler.update()
+        assert len(sizes) == 1
+        assert weight.tolist() == [0.5] * 3
+
+
+@case(2)
+def what_one_rank_found_in_a_dropped_batch_is_everybodys() -> None:
+    for factor, scale in ((math.inf, 4.0), (1.0, 8.0)):
+        (weight,) = plain(3)
+        scaler, optimizer = scaler_of(process_group=dist.group.WORLD), sgd([weight])
+        if on_first():
+            weight.grad[0] *= factor  # type: ignore[index]
+        scaler.unscale_(optimizer)
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.tolist() == [0.5] * 3
+        assert everyone(scaler.get_scale()) == [scale] * 2
+
+
+@case(2)
+def unscaled_twice_on_all_ranks_is_their_own_error() -> None:
+    (weight,) = plain(3)
+    scaler, optimizer = scaler_of(process_group=dist.group.WORLD), sgd([weight])
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1.0] * 3
 
 
 # A rank whose inputs run out.

@@ -48,6 +48,10 @@ HELD = 3
 """Records that an adaptive scaler has not written yet, and that a kill takes along."""
 
 
+REFUSED_TOGETHER = "No weight has moved"
+"""In errors after which there is nothing to update."""
+
+
 class Violation(AssertionError):
     """Something that has to hold does not."""
 
@@ -86,7 +90,7 @@ class Session:
         self._load_last()
         self.shadow = Shadow(self.training, case)
         self.recorder = self._record()
-        self.after_drop = self.lies_unscaled = False
+        self.after_drop = False
         self.usages: list[dict[str, int]] = []
 
     def _record(self) -> Any:
@@ -117,11 +121,8 @@ class Session:
         if "uneven" in kinds:
             self._uneven(step, kinds["uneven"].chance)
             return
-        if "missing" in kinds and (
-            self.case.layout != "plain" or self.world == 1 or self.lies_unscaled
-        ):
-            # No rank has a batch. One alone would not know that what it unscaled was dropped.
-            return
+        if "missing" in kinds and (self.case.layout != "plain" or self.world == 1):
+            return  # no rank has a batch
         self.training.zero_grad()
         self._backward(step, kinds)
         self._end(step, 1)
@@ -130,14 +131,17 @@ class Session:
             updated = self.training.drop(kinds["dropped"].chance)
             if updated:
                 self._updated(before.scale, None)
-            self.after_drop, self.lies_unscaled = True, not updated
+            self.after_drop = True
             return
         with _disk_full("full disk" in kinds):
-            stepped = self._clip_and_step(step)
+            refused = self._clip_and_step(step)
         self._end(step, 2)
-        if stepped:
+        if refused is None:
             self._check(step, before)
-        else:
+            return
+        require_same(everyone((refused[:9], self._facts())), f"step {step}: a refusal on the ranks")
+        if REFUSED_TOGETHER not in refused:
+            self.training.scaler.update()
             self._updated(before.scale, None)
 
     def _updated(self, scale: float, skipped: bool | None) -> None:
@@ -173,18 +177,18 @@ class Session:
             grad = grads[chance % len(grads)]
             grad.view(-1)[chance % grad.numel()] = value
 
-    def _clip_and_step(self, step: int) -> bool:
+    def _clip_and_step(self, step: int) -> str | None:
+        """The error that refuses the step, if one does."""
         try:
             self.training.clip_and_step(random.Random(self.case.seed + step).getrandbits(20))
         except RuntimeError as error:
             # After a batch that was unscaled and given up, an error is as good as a right step.
             if not (self.after_drop and "unscale_" in str(error)):
                 raise
-            self.training.scaler.update()
-            return False
+            return str(error)
         finally:
-            self.after_drop = self.lies_unscaled = False
-        return True
+            self.after_drop = False
+        return None
 
     def _uneven(self, step: int, chance: int) -> None:
         """Ranks with different numbers of batches, some with none."""

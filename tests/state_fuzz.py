@@ -24,7 +24,8 @@ from torch import nn
 
 from gradlift import Dynamic
 from gradlift.plan.histogram import Histogram
-from gradlift.plan.pilot import Pilot, Record, Survey
+from gradlift.plan.observations import Record, Survey
+from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.potential import Component, Cut, Graph
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights

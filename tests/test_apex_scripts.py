@@ -74,7 +74,7 @@ for epoch in range(6):
 model.eval()
 with torch.no_grad():
     output = model(data.to(args.device))
-    accuracy = (output.argmax(1).cpu() == target).float().mean().item()
+    accuracy = (output.argmax(1) == target.to(args.device)).float().mean().item()
 """
 
 GAN = """
@@ -295,7 +295,7 @@ def test_gan_with_two_models_two_optimizers_and_three_losses(device, level):
     reference = run(GAN, device=device, opt_level="O0")["losses"]
     names = run(GAN, device=device, opt_level=level)
     assert names["losses"] == pytest.approx(reference, rel=1e-2)
-    assert abs(reference[-1] - reference[0]) > 0.1
+    assert abs(reference[-1] - reference[0]) > 0.05
     state = amp.state_dict()
     assert list(state) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
     assert [s["unskipped"] for s in state.values()] == [20, 20, 20]

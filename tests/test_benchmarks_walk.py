@@ -42,7 +42,9 @@ def test_the_three_steps_are_the_same_every_time():
     plain, adaptive, probe = first
     assert {call.stage for call in plain.calls} == {"scale", "step", "update"}
     assert {call.stage for call in probe.calls} == set(step_walk.STAGES)
-    assert plain.switches < adaptive.switches < probe.switches
+    # Half of what they were when a scaler was a chain of eight classes: 50 and 89.
+    assert plain.switches <= 25
+    assert adaptive.switches <= 45 < probe.switches
     assert len(plain.calls) > plain.switches >= plain.files
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -280,6 +281,14 @@ def test_the_last_look_as_json(run: Path, capsys):
 def test_names_are_no_markup_of_the_terminal(run: Path, capsys):
     assert cli.main(["watch", str(run), "--once"]) == 0
     assert "[bold]layer" in capsys.readouterr().out
+
+
+def test_a_file_that_holds_no_record_is_not_only_waited_for(tmp_path, capsys):
+    (run := tmp_path / "run.jsonl").write_text('{"loss": 1.0}\n{"loss": 2.0}\n')
+    assert cli.main(["watch", str(run), "--once"]) == 0
+    assert re.search(
+        r"waiting +for the first record.*unreadable +2 lines", capsys.readouterr().out, re.S
+    )
 
 
 def test_sparklines_go_from_the_smallest_to_the_largest():

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradlift import Dynamic
@@ -93,6 +94,72 @@ def test_growing_gradients_skip_no_step_where_a_dynamic_scale_skips_many():
     for i in range(260):
         dynamic = step(dynamic, PARAMS, X, doubling(i)).state
     assert dynamic.skipped_steps > 5
+
+
+def multiplications(jaxpr):
+    """How often a program multiplies, the insides of its equations counted in."""
+    inside = [found for eqn in jaxpr.eqns for found in core.jaxprs_in_params(eqn.params)]
+    return sum(eqn.primitive.name == "mul" for eqn in jaxpr.eqns) + sum(
+        map(multiplications, inside)
+    )
+
+
+def test_while_one_exponent_serves_all_cuts_cost_a_step_nothing():
+    def chain(params, x, mark):
+        for i in range(DEPTH):
+            x = jnp.tanh(x @ params["w"][i].astype(jnp.float16) + 1)
+            x = gl.cut(x, f"layer {i}") if mark else x
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    counts = []
+    params = new_params(1.0)
+    for mark in (True, False):
+        scaler = gl.adaptive(lambda p, x, mark=mark: chain(p, x, mark))
+        state = scaler.init(params, X.astype(jnp.float16))
+        for _ in range(12):
+            state, out = scaler(state, params, X.astype(jnp.float16))
+        assert out.finite
+        assert not scaler.plan.active
+        assert state.bins is None
+        jaxpr = jax.make_jaxpr(lambda *args, scaler=scaler: scaler(*args))(
+            state, params, X.astype(jnp.float16)
+        )
+        counts.append(multiplications(jaxpr.jaxpr))
+        assert scaler._jitted._cache_size() == 2
+    assert counts[0] == counts[1]
+
+
+def test_a_plan_that_comes_and_goes_compiles_three_programs():
+    scaler = gl.adaptive(loss_fn, interval=4)
+    steep, even = new_params(), new_params(2.0)
+    state = scaler.init(even, X, 1.0)
+    active = []
+    for i in range(96):
+        state, _ = scaler(state, steep if 32 <= i < 64 else even, X, 1.0)
+        active.append(bool(scaler.plan and scaler.plan.active))
+    assert [active[31], active[63], active[95]] == [False, True, False]
+    assert scaler._jitted._cache_size() <= 3
+
+
+def test_a_float64_gradient_beyond_float32_is_finite():
+    with jax.enable_x64(True):
+        x = jnp.asarray([1.0, 2.0], jnp.float64)
+        scaler = gl.adaptive(lambda p: jnp.sum(p * 1e200))
+        state = scaler.init(x)
+        state, out = scaler(state, x)
+        assert out.finite
+        assert not out.state.skipped_steps
+        np.testing.assert_array_equal(out.grads, [1e200, 1e200])
+
+
+def test_every_leaf_of_a_donated_state_is_used_again():
+    # One that is not has another address in every step, which XLA's graphs on a GPU pay for.
+    scaler = gl.adaptive(loss_fn)
+    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 12, lambda _: 1.0)
+    step = jax.jit(lambda state, p: scaler(state, p, X, 1.0)[0], donate_argnums=0)
+    text = step.lower(state, PARAMS).compile().as_text()
+    aliases = text[: text.index("entry_computation_layout")].count("may-alias")
+    assert aliases == len(jax.tree.leaves(state))
 
 
 def test_every_layer_has_its_gradient(jax_device):

@@ -157,8 +157,8 @@ def check(seed):
     x = jnp.asarray(rng.normal(size=(2 * SIZE, SIZE)), jnp.float32)
     if fun.__name__ == "loss":
         x = x[:SIZE]
-    try:
-        expected = jax.jit(jax.grad(fun))(ws, x)
+    try:  # at the same scale: a clip is not linear in that either
+        scaled = jax.jit(jax.grad(lambda ws, x: fun(ws, x) * STATE.scale))(ws, x)
     except ValueError:  # JAX itself refuses some: a cond under vmap inside a checked shard_map
         return set(), None
     run = gl.layerwise(fun)
@@ -174,12 +174,9 @@ def check(seed):
     out = step(STATE, jnp.asarray(offsets, jnp.int32), ws, x)
     for a, b in zip((out.aux, *out.grads), (none.aux, *none.grads), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=f"seed {seed}")
-    held = any(component.pinned == 0 for component in graph.components) or any(
-        "held" in reason for reason in traced.neutral.values()
-    )
-    if not held:  # a clip is not linear in the global scale either
-        for a, b in zip(none.grads, expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max() + 1e-30))
+    for a, b in zip(none.grads, scaled, strict=True):
+        b = b / STATE.scale
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max() + 1e-30))
     return maker.used | ({"shard_map"} if fun.__name__ == "on_two" else set()), len(graph.cuts)
 
 
@@ -196,5 +193,6 @@ def test_random_programs_are_exact_or_say_why_not():
 
 
 @pytest.mark.slow
-def test_many_random_programs_are_exact_or_say_why_not():
-    check_all(range(8, 150))
+@pytest.mark.parametrize("first", range(8, 152, 24))
+def test_many_random_programs_are_exact_or_say_why_not(first):
+    check_all(range(first, first + 24))

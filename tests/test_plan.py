@@ -576,6 +576,30 @@ def test_an_overflow_that_nothing_in_sight_explains_is_not_repeated():
     assert exponents[-1] == exponents[1] < exponents[0]
 
 
+def test_a_gradient_as_large_as_what_overflowed_ends_the_excess():
+    """Batches in turn, 2^20 apart: room for the larger ones is kept above small ones alone."""
+    graph, small, large = chain(1), [normal(0, -24)], [normal(1, -4)]
+    _, plan = climb(graph, small)
+    while plan.exponents[0] > 15:
+        record = Histogram.overflowed(plan.exponents[0], "float16")
+        plan = choose(graph, [record], last=plan)
+    assert plan.components[0].excess > 5
+    _, clean = climb(graph, large)
+    _, plan = probe(graph, large, plan)
+    # What overflowed last is two bits above what is in sight now.
+    assert plan.components[0].excess <= 2
+    assert plan.components[0].interval.high >= clean.components[0].interval.high - 2
+
+
+def test_an_overflow_is_off_by_what_it_is_above_the_gradients_and_not_by_the_forecast():
+    graph, world = chain(1), [normal(0, -4)]
+    _, plan = climb(graph, world)
+    record = Histogram.overflowed(plan.exponents[0], "float16")
+    alone = choose(graph, [record], last=plan)
+    forecast = choose(graph, [record], last=plan, forecast=[8])
+    assert forecast.components[0].excess == alone.components[0].excess > 0
+
+
 def test_excess_is_forgotten_in_the_end():
     graph, world = chain(1), [normal(0, -4)]
     _, plan = climb(graph, world)

@@ -12,6 +12,13 @@ from gradlift.plan import growth, predict
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
 
 
+@pytest.mark.parametrize("place", range(1, 6))
+def test_a_jump_is_no_trend(place):
+    peaks = [-20] * place + [0] * (6 - place)
+    assert growth(range(0, 60, 10), peaks, ahead=50) == 0
+    assert growth(range(0, 60, 10), range(-20, -14), ahead=50) == 5
+
+
 def test_growth_follows_a_line():
     steps = [0, 50, 100, 150]
     assert growth(steps, [-10, -9, -8, -7], ahead=100) == 2

@@ -46,6 +46,14 @@ def test_a_survey_sets_the_global_exponent_and_the_offsets():
     assert it.offsets["a"] > 10
 
 
+def test_a_loss_in_float32_is_no_gradient_in_sight():
+    """It is as large as the scale whatever comes of it; the rest shows nothing but zeros."""
+    graph = Graph((Component((), format="float32"), Component(("a",))), (Cut("a", 0, 1),))
+    dark = Histogram.from_bins([50] + [0] * (BINS - 1), 8, "float16")
+    it = pilot()
+    assert 8 + it.saw(record(0, 8, amax=None), 2, survey(histogram(0), dark, graph)) == 16
+
+
 def test_modules_that_a_probe_does_not_meet_keep_their_offsets():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, FAR))
@@ -312,6 +320,25 @@ def test_what_is_reserved_for_a_jump_is_not_taken_off_twice():
     # The jump fits, with its headroom, and no more room than that is kept.
     assert 15 - 3 - 3 <= exponent - 2 <= 15
     assert settled - 8 - 3 <= exponent <= settled
+
+
+def test_batches_that_come_rarely_and_are_far_larger_get_through():
+    """Every ninth is 2^30 times as large, and all probes see the others."""
+    it, exponent, records = pilot(), 8, []
+    for step in range(200):
+        peak = 0 if step % 9 == 8 else -30
+        overflow = exponent + peak > 15
+        probed = step >= it.schedule.next_probe and not overflow
+        records.append((record(step, exponent, None if overflow else peak, overflow), probed))
+        exponent -= it.backoff * overflow
+        if step >= 2:
+            past, looked = records[step - 2]
+            here = histogram(past.amax - 2, past.amax) if looked else None
+            shift = it.saw(past, step, here and survey(here, here), overflowed=["a.weight"])
+            exponent += shift
+    lost = [r.step for r, _ in records if r.overflow]
+    assert len(lost) <= 9
+    assert max(lost) < 100
 
 
 def test_in_8_bits_the_exponent_is_the_probed_batchs():

@@ -245,7 +245,8 @@ def test_what_is_broken_is_seen(how, case, said):
     assert said in sabotaged(how, case)
 
 
-# The second time the dropped batch ends with an update, as the docs say.
+# The step after the first dropped batch is refused by all ranks; the second one ends with an
+# update, as the docs say; the third leaves a bad loss behind, which is nobody's next.
 WITHOUT_A_LOSS = Case(
     1,
     ranks=2,
@@ -254,6 +255,10 @@ WITHOUT_A_LOSS = Case(
         Fault(3, "missing", 1, 0),
         Fault(5, "dropped", 0, 1),
         Fault(6, "missing", 1, 0),
+        Fault(8, "dropped", 0, 0),
+        Fault(9, "missing", 0, 0),
+        Fault(9, "loss", 1, 0),
+        Fault(10, "missing", 1, 0),
     ),
 )
 

@@ -120,7 +120,7 @@ def test_it_climbs_from_a_low_start_without_an_overflow_and_stays():
     assert len(set(run.scales[20:])) <= 3
     assert run.scaler.plan.one_exponent_serves
     assert "one exponent serves" in str(run.scaler.plan)
-    assert not engine_of(run.scaler).watch.watching, "nothing to do between probes"
+    assert not engine_of(run.scaler).watch.hook, "nothing to do between probes"
     run.scaler.close()
 
 
@@ -350,7 +350,7 @@ def test_a_disabled_one_watches_nothing_whatever_it_is_given():
     assert not disabled.probing
     disabled.pin({"2": 3})
     disabled.pin({})
-    assert not engine_of(disabled).watch.watching
+    assert not engine_of(disabled).watch.hook
     run.scaler.close()
 
 
@@ -385,7 +385,7 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
         twin.steps(6)
         start = adaptive["scale"]
         assert twin.scales == [start] * 3 + [start / 2] + [start / 4] * 7
-        assert not engine_of(scaler).watch.watching
+        assert not engine_of(scaler).watch.hook
         assert not scaler.probing
         assert not controller_of(scaler).largest._seen
         scaler.load_state_dict(adaptive)
@@ -394,7 +394,7 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
         assert scaler.policy.backoff_factor == 0.5
         with pytest.raises(RuntimeError, match=r"pin\(\) after close"):
             scaler.pin({"2": 3})
-        assert not engine_of(scaler).watch.watching
+        assert not engine_of(scaler).watch.hook
     other.load_state_dict(run.scaler.state_dict())
     assert other.policy.backoff_factor == BACKOFF
     assert other.probing
@@ -538,7 +538,7 @@ def test_disabled_it_passes_everything_through():
     assert scaler.scale(loss) is loss
     scaler.update()
     assert scaler.state_dict() == {}
-    assert not engine_of(scaler).watch.watching
+    assert not engine_of(scaler).watch.hook
 
 
 def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay():

@@ -12,26 +12,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from scaler_harness import INF, NAN, parameter, sgd
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradlift.torch import GradScaler
 
 Scaler = torch.amp.GradScaler
-INF, NAN = math.inf, math.nan
 
 
 @pytest.fixture(params=[torch.amp.GradScaler, GradScaler], ids=["torch", "gradlift"])
 def cls(request: pytest.FixtureRequest) -> type[Scaler]:
     return request.param
-
-
-def parameter(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
-
-
-def sgd(*params: torch.nn.Parameter, **options: float | bool) -> torch.optim.SGD:
-    return torch.optim.SGD(params, lr=0.5, **options)  # type: ignore[arg-type]
 
 
 def backward(scaler: Scaler, *params: torch.Tensor, factor: float = 1.0) -> None:

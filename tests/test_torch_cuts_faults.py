@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, only_looks, plain, random_offsets, run, same
+from cuts_harness import SCALE, armed, grads_of, only_looks, plain, random_offsets, run, same
 from torch import nn
 
 from gradlift.torch.adaptive import cuts, linearity
@@ -68,10 +68,6 @@ def planned(model, step=loss_of, seed=0):
     return engine
 
 
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
 def gradients(model, engine, step=loss_of):
     model.zero_grad()
     plain(engine, step(model), SCALE)
@@ -96,10 +92,7 @@ def test_a_pass_inside_a_hook_of_another_over_the_same_graph():
     engine.pin(PINS)
 
     def nested(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         begun = []
 
         def hook(grad):
@@ -121,10 +114,7 @@ def test_passes_of_two_threads_over_one_graph():
     engine.pin(PINS)
 
     def together(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         # Both passes are past the loss before either is past the second layer.
         both = threading.Barrier(2)
 

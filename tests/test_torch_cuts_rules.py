@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, run, same
+from cuts_harness import SCALE, grads_of, run, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,10 +57,6 @@ def pinned(model):
     watched.pin(PINS)
     yield watched
     watched.close()
-
-
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def fresh(model):
@@ -637,7 +633,7 @@ def test_forwards_inside_a_backward_are_ignored(monkeypatch):
 
 
 def test_copies_pickles_and_scripts_of_a_watched_model(model, pinned):
-    assert pinned.watch.watching
+    assert pinned.watch.hook
     twin = copy.deepcopy(model)
     twin_loss = loss_of(twin)
     assert not graph.walk(
@@ -775,7 +771,7 @@ def test_one_module_under_two_names():
 
 def test_no_pins_go_back_to_the_plan(model):
     watched = Engine(model)
-    assert not watched.watch.watching
+    assert not watched.watch.hook
     watched.follow({"a": 2, "b": 1, "c": 0, "": 0})
     watched.pin({"a": 7})
     scale(loss_of(model), watched).backward()
@@ -784,7 +780,7 @@ def test_no_pins_go_back_to_the_plan(model):
     scale(loss_of(model), watched).backward()
     assert dict(watched.active) == {"a": 1, "b": 1}
     watched.follow({})
-    assert not watched.watch.watching, "nothing is due, so nothing is watched"
+    assert not watched.watch.hook, "nothing is due, so nothing is watched"
     watched.close()
 
 

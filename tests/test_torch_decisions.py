@@ -15,7 +15,8 @@ from torch import nn
 from gradlift.plan import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.key import Key
-from gradlift.plan.pilot import Pilot, Record, Survey
+from gradlift.plan.observations import Record, Survey
+from gradlift.plan.pilot import Pilot
 from gradlift.torch.adaptive.engine import Engine
 
 X = torch.linspace(-1, 1, 12).view(3, 4)

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cuts_harness import SCALE, only_looks, plain, random_offsets, run, same
+from cuts_harness import SCALE, armed, grads_of, only_looks, plain, random_offsets, run, same
 from test_torch_cuts_fuzz import WIDTH, Program, backward_of
 from torch import nn
 
@@ -62,10 +62,6 @@ def following(model, offsets=None, step=loss_of):
     engine.follow(OFFSETS if offsets is None else offsets(found), ())
     model.zero_grad()
     return engine
-
-
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def gradients(model, engine, step=loss_of):
@@ -165,7 +161,7 @@ def test_only_modules_with_active_cuts_are_looked_at():
     same(gradients(model, engine), gradients(model, None))
     assert engine.active == (("layers.1", 5),)
     engine.follow(dict.fromkeys(OFFSETS, 0), ())
-    assert not engine.watch.watching
+    assert not engine.watch.hook
 
 
 def test_exponents_of_modules_that_are_gone_cost_nothing():
@@ -173,13 +169,13 @@ def test_exponents_of_modules_that_are_gone_cost_nothing():
     model.gone = nn.Linear(4, 4)
     both = lambda model: loss_of(model) + model.gone(X).pow(2).mean()  # noqa: E731
     engine = following(model, lambda graph: {**dict.fromkeys(OFFSETS, 0), "gone": 4}, both)
-    assert engine.watch.watching
+    assert engine.watch.hook
     engine.probe()
     plain(engine, loss_of(model), SCALE)
     engine.take()
     # The pilot forgets it after some probes.
     engine.follow(dict.fromkeys(OFFSETS, 0), ())
-    assert not engine.watch.watching
+    assert not engine.watch.hook
 
 
 # Graphs that are not the planned one.
@@ -300,10 +296,7 @@ def test_ops_that_scale_has_not_seen():
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         (scaled + model.outputs[0].pow(3).sum()).backward()
         return grads_of(model)
 
@@ -316,10 +309,7 @@ def test_double_backward_is_neutral():
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         grads = torch.autograd.grad(scaled, list(model.parameters()), create_graph=True)
         sum(grad.pow(2).sum() for grad in grads).backward()
         return grads_of(model)
@@ -432,10 +422,7 @@ def test_a_gradient_that_the_user_keeps_is_not_changed():
         kept.append(grad.view(-1))
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         model.outputs[1].register_hook(keep)
         scaled.backward()
         return grads_of(model)
@@ -450,10 +437,7 @@ def test_a_pass_that_raises_leaves_no_gradient_at_an_exponent_of_its_own(product
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
 
         @only_looks
         def fail(grad):
@@ -478,10 +462,7 @@ def test_passes_over_one_graph_at_a_time(threads):
     engine = following(model)
 
     def together(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
         both, begun = threading.Barrier(2), []
 
         @only_looks
@@ -515,10 +496,7 @@ def test_another_pass_that_adds_to_a_gradient_meanwhile_is_never_stepped_with():
     engine = following(model)
 
     def step(engine):
-        model.zero_grad()
-        scaled = loss_of(model) * SCALE
-        if engine is not None:
-            engine.arm(scaled)
+        scaled = armed(model, engine, loss_of)
 
         @only_looks
         def add(grad):
@@ -564,7 +542,7 @@ def test_nothing_waits_where_another_graph_adds_to_the_same_leaves(armed, produc
 def test_nothing_waits_where_there_are_ranks(monkeypatch, products):
     model = Net()
     engine = following(model)
-    monkeypatch.setattr(end_returns, "has_ranks", lambda: True)
+    monkeypatch.setattr(end_returns.groups, "initialized", lambda: True)
     same(gradients(model, engine), gradients(model, None))
     assert not products
 

@@ -6,13 +6,10 @@ import weakref
 
 import pytest
 import torch
+from scaler_harness import parameter
 
 from gradlift import Dynamic
 from gradlift.torch import AdaptiveGradScaler, GradScaler
-
-
-def parameter(*values, dtype=torch.float32):
-    return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
 
 
 @pytest.mark.parametrize("way", ["plain", "fused", "unscale", "max_norm", "adaptive"])

@@ -112,6 +112,13 @@ def test_process_group():
         GradScaler("cpu", process_group=2)
 
 
+@pytest.mark.parametrize("losses", [{"a": torch.ones(())}, "loss"], ids=["dict", "str"])
+@pytest.mark.parametrize("make", [lambda: GradScaler("cpu"), adaptive], ids=["plain", "adaptive"])
+def test_losses_that_are_no_sequence(make, losses):
+    with pytest.raises(ValueError, match=f"got {type(losses).__name__}; scale the sum"):
+        make().scale(losses)
+
+
 def test_pins():
     with pytest.raises(ValueError, match="no module named 'head'; names are those of"):
         adaptive().pin({"head": 3})

@@ -229,3 +229,19 @@ def test_a_head_in_the_middle_that_begins_late_costs_no_more_steps_than_with_tor
             run = train(HeadInTheMiddle, loss_of, way, seed, rate=2e-3, rows=ROWS, steps=120)
             skips[way] += run[0]
     assert skips["layers"] <= skips["torch"]
+
+
+@pytest.mark.parametrize("way", ["one scale", "layers"])
+def test_a_task_in_turn_with_one_a_million_times_larger_learns_too(way):
+    """Room that was kept for the larger task's batches, above those same batches, took the smaller
+    one's gradients below fp16's range."""
+
+    def loss_of(model, x, y, step):
+        first, second = model(x)
+        return F.cross_entropy(first, y) if step % 2 else F.cross_entropy(second, y) * 1e-6
+
+    def last_of_second(way):
+        _, losses, _ = train(lambda: Heads(2), loss_of, way, 0, rate=2e-3, rows=ROWS, steps=160)
+        return sum(losses[-20::2]) / 10
+
+    assert last_of_second(way) <= 1.1 * last_of_second("torch")

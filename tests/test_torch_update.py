@@ -26,7 +26,8 @@ def replay(policy, trace, how, device="cpu"):
     rows = []
     for found, bad in trace:
         flags = (torch.tensor(float(f), device=device) for f in (found, bad))
-        how(policy, state, counts, *flags)
+        known = how(policy, state, counts, *flags)
+        assert known in (None, counts.tolist()), "what the host is told at once"
         rows.append((*(v.item() for v in state), *counts.tolist()))
     return rows
 

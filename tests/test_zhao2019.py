@@ -17,8 +17,9 @@ from gradlift.formats import get, round_to
 from gradlift.plan import choose
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import BINS, Histogram
+from gradlift.plan.observations import Record, Survey
 from gradlift.plan.paper_planner import carry, lower
-from gradlift.plan.pilot import Pilot, Record, Survey
+from gradlift.plan.pilot import Pilot
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import (
     FLOAT16,

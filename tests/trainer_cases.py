@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import default_device
 import pytest
 import torch
 from torch import nn
@@ -157,7 +158,12 @@ def _start(launcher, module, function, folder, device):
     return subprocess.run(
         [sys.executable, *launcher, str(here), module, function, str(folder), device],
         cwd=root,
-        env={**ENVIRONMENT, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={
+            **ENVIRONMENT,
+            **default_device.inherited(),
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -165,6 +171,7 @@ def _start(launcher, module, function, folder, device):
 
 
 if __name__ == "__main__":
+    default_device.follow()
     module, function, folder, device = sys.argv[1:]
     getattr(importlib.import_module(module), function)(Path(folder), KILL_AT, device)
     if torch.distributed.is_initialized():

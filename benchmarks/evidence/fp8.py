@@ -177,7 +177,9 @@ def build_parser() -> Command:
     add("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="(0 1 2)")
     add("--only", nargs="+", default=list(WAYS), choices=WAYS, metavar="WAY",
         help=f"of {', '.join(WAYS)}")  # fmt: skip
-    add("--only-times", action="store_true", help="train nothing")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--only-times", action="store_true", help="train nothing")
+    part.add_argument("--only-runs", action="store_true", help="time nothing: not alone on the GPU")
     add("--eager", action="store_true", help="casts as torch runs them, not compiled")
     add("--out", type=Path, default=OUT, metavar="FOLDER", help="(benchmarks/results/evidence)")
     return parser
@@ -196,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         CASTS.compile()
     about["compiled"] = CASTS.compiled
     target = arguments.out / "fp8.jsonl"
-    for size in (settings,) if arguments.small else (settings, WIDE):
+    sizes = (settings,) if arguments.small else (settings, WIDE)
+    for size in () if arguments.only_runs else sizes:
         row = take_times(size, train_text, 3, 2 if arguments.small else 12)
         append(target, {**about, "times": row})
         shown = ", ".join(f"{way} {taken:.2f} ms" for way, taken in row["step_ms"].items())

@@ -21,7 +21,14 @@ from jax import lax
 from gradlift.jax import axes, records
 from gradlift.jax.cuts import Layerwise
 from gradlift.jax.parameters import Parameters
-from gradlift.jax.state import LossScaleState, ValueAndGrad, all_finite, loss_of
+from gradlift.jax.state import (
+    LossScaleState,
+    ValueAndGrad,
+    all_finite,
+    loss_of,
+    update,
+    value_and_grad,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class AdaptiveState:
 
     Attributes:
         loss_scale: the scale of the loss's component.
-        offsets: int32, shape (components,): exponents relative to the loss's.
+        offsets: int32, shape (components,): exponents relative to the loss's; None in steps that
+            are no probe while one exponent serves all.
         limit: int32, 0-d: the most that exponent plus largest gradient may come to.
         records: int32, shape (64, 6): the last steps, see ``records.py``.
         overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
@@ -39,7 +47,7 @@ class AdaptiveState:
     """
 
     loss_scale: LossScaleState
-    offsets: jax.Array
+    offsets: jax.Array | None
     limit: jax.Array
     records: jax.Array
     overflowed: jax.Array
@@ -72,28 +80,41 @@ def take_step(
         run: the loss function.
         parameters: of it.
     """
-    before, bins = state.loss_scale, None
-    if state.bins is None:
-        out = run.value_and_grad(before, state.offsets, *args)
-    else:
-        out, bins = run.probe(before, state.offsets, *args)
+    before = state.loss_scale
+    out, bins = _differentiated(state, args, run)
     largest = _largest(out, before, run, parameters)
     bad_loss = _bad_loss(out, before, run)
+    # The same as ``out`` says, from what was reduced anyway: XLA drops the other reduction.
+    finite = (largest != records.NOT_FINITE).all()
+    out = out._replace(finite=finite, state=update(before, finite, ~bad_loss))
     rows = records.appended(
         state.records,
         exponent=records.exponents(before.scale),
         amax=jnp.max(largest, initial=records.NOTHING),
-        overflow=~out.finite,
+        overflow=~finite,
         bad_loss=bad_loss,
         went_on=records.exponents(out.state.scale),
     )
     rows = records.went_on(rows, state.limit, before.policy)
     loss_scale = out.state.replace(scale=records.power(rows[-1, records.WENT_ON]))
     # Gradients of a bad loss say nothing about who overflowed.
-    kept = out.finite | bad_loss
+    kept = finite | bad_loss
     overflowed = jnp.where(kept, state.overflowed, largest == records.NOT_FINITE)
     state = state.replace(loss_scale=loss_scale, records=rows, overflowed=overflowed, bins=bins)
     return state, out._replace(state=loss_scale)
+
+
+def _differentiated(
+    state: AdaptiveState, args: tuple[Any, ...], run: Layerwise
+) -> tuple[ValueAndGrad, jax.Array | None]:
+    """The gradient, and the counts of a probe."""
+    if state.offsets is None:
+        # A factor of 1 at every cut would still be read and written at each.
+        plain = value_and_grad(run.fun, run.argnums, run.has_aux, run.axis_name)
+        return plain(state.loss_scale, *args), None
+    if state.bins is None:
+        return run.value_and_grad(state.loss_scale, state.offsets, *args), None
+    return run.probe(state.loss_scale, state.offsets, *args)
 
 
 def _largest(

@@ -19,7 +19,7 @@ from gradlift.jax import records
 from gradlift.jax.cuts import Traced
 from gradlift.jax.parameters import Parameters
 from gradlift.plan import saved
-from gradlift.plan.pilot import Record, Survey
+from gradlift.plan.observations import Record, Survey
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from gradlift.jax.cuts import Traced
 from gradlift.jax.state import at_least_float32
 
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -71,4 +73,7 @@ class Parameters:
 
 def _rows(grad: jax.Array, sliced: bool) -> jax.Array:
     rows = grad.shape[0] if sliced else 1
-    return jnp.abs(grad).astype(jnp.float32).reshape(rows, -1 if grad.size else 0)
+    sizes = jnp.abs(grad)
+    if sizes.dtype.itemsize > 4:  # what float64 holds and float32 does not is finite all the same
+        sizes = jnp.where(jnp.isfinite(sizes), jnp.minimum(sizes, _LARGEST), sizes)
+    return sizes.astype(jnp.float32).reshape(rows, -1 if grad.size else 0)

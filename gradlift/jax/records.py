@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradlift.plan.pilot import PATIENCE, Record
+from gradlift.plan.observations import Record
+from gradlift.plan.pilot import PATIENCE
 from gradlift.policy import Policy
 
 COLUMNS = ("step", "exponent", "amax", "overflow", "bad_loss", "went_on")

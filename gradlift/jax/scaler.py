@@ -9,10 +9,11 @@ it sits between steps, on the host, and what it needs rides in a pytree::
                                there by then, and nothing waits; while a plan is being looked for,
                                every step; what the pilot says goes back as small arrays
 
-Whether a step is a probe is a matter of the tree's structure (``bins`` is there or is not), so that
-a step and a probe compile once each and the step pays nothing for the probe. How far the device has
-got is never asked: the host counts, and so all hosts of a job look at the same steps and decide
-the same.
+Whether a step is a probe is a matter of the tree's structure (``bins`` is there or is not), and so
+is whether a plan has exponents that differ (``offsets``). So a step, a probe and, if such a plan is
+ever made, a step with factors at the cuts compile once each, and none pays for another. How far the
+device has got is never asked: the host counts, and so all hosts of a job look at the same steps and
+decide the same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from gradlift.jax.cuts import Layerwise, Traced
 from gradlift.jax.parameters import Parameters
 from gradlift.jax.state import LEAVES, ValueAndGrad, init
 from gradlift.plan.histogram import BINS
-from gradlift.plan.pilot import ADVICE, Pilot
+from gradlift.plan.observations import ADVICE
+from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
 from gradlift.plan.potential import Graph
@@ -144,6 +146,7 @@ class Adaptive:
         self._looked = self._seen = -1
         self._queue: deque[Sent | Arrived] = deque()
         self._offsets: tuple[int, ...] = ()
+        self._limit = records.NO_LIMIT
 
     @property
     def plan(self) -> Plan | None:
@@ -168,15 +171,16 @@ class Adaptive:
         self._steps, self._looked, self._seen = None, -1, -1
         self._queue.clear()
         self._offsets = (0,) * len(traced.graph.components)
+        self._limit = _limit(self._pilot)
         state = AdaptiveState(
             init(self._policy),
-            jnp.asarray(self._offsets, jnp.int32),
-            jnp.asarray(_limit(self._pilot), jnp.int32),
+            None,
+            jnp.asarray(self._limit, jnp.int32),
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
-            jnp.zeros((len(traced.analysis.sites), BINS), jnp.int32),
+            None,
         )
-        return jax.device_put(state, _everywhere(args))
+        return self._formed(jax.device_put(state, _everywhere(args)), probing=True)
 
     def __call__(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
         """One step; the gradients are true ones whatever the plan.
@@ -202,7 +206,7 @@ class Adaptive:
             steps: how many steps it took, for a loop inside ``jit``.
         """
         pilot = self._check(state)[0]
-        if isinstance(state.offsets, Tracer):
+        if isinstance(state.limit, Tracer):
             raise ValueError("adjust(state) reads the device: call it outside jit and scan")
         if self._steps is None:
             # The first steps, or the first ones after arrays came from a checkpoint.
@@ -213,8 +217,7 @@ class Adaptive:
         if state.bins is not None or pilot.searching or self._steps - self._looked >= LOOK:
             state = self._look(state)
         if self._steps >= pilot.schedule.next_probe and not any(map(_surveys, self._queue)):
-            sites = self._check(state)[1].analysis.sites
-            state = state.replace(bins=_like(np.zeros((len(sites), BINS)), state.offsets))
+            state = self._formed(state, probing=True)
         return state
 
     def to_dict(self, state: AdaptiveState) -> dict[str, Any]:
@@ -230,7 +233,7 @@ class Adaptive:
             s if isinstance(s, Arrived) else s.arrived(traced, parameters) for s in self._queue
         ]
         arrays = {name: getattr(state.loss_scale, name) for name in LEAVES}
-        arrays |= {name: getattr(state, name) for name in ARRAYS}
+        arrays |= {name: getattr(state, name) for name in ARRAYS} | {"offsets": self._offsets}
         return {
             "version": VERSION,
             "arrays": {name: np.asarray(x).tolist() for name, x in arrays.items()},
@@ -258,10 +261,11 @@ class Adaptive:
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
         self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
+        self._limit = int(arrays["limit"])
         loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
         own = {name: arrays[name] for name in ARRAYS}
-        bins = state.bins if read["probing"] else None
-        return state.replace(loss_scale=loss_scale, bins=bins, **own)
+        state = state.replace(loss_scale=loss_scale, **own)
+        return self._formed(state, read["probing"])
 
     def _step(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
         return take_step(state, args, self._run, self._check(state)[2])
@@ -280,7 +284,8 @@ class Adaptive:
             Sent(self._steps, self._seen, rows, overflowed, state.bins, self._offsets)
         )
         self._seen, self._looked = self._steps - 1, self._steps
-        state = state.replace(bins=None)
+        if state.bins is not None:
+            state = self._formed(state, probing=False)
         while len(self._queue) > 1 or (self._queue and pilot.searching):
             found = self._queue.popleft()
             arrived = found if isinstance(found, Arrived) else found.arrived(traced, parameters)
@@ -304,8 +309,19 @@ class Adaptive:
         offsets = pilot.plan.offsets if pilot.plan else self._offsets
         if offsets != self._offsets:
             self._offsets = offsets
-            state = state.replace(offsets=_like(offsets, state.offsets))
-        return state.replace(limit=_like(_limit(pilot), state.limit))
+            state = self._formed(state, probing=False)
+        if (limit := _limit(pilot)) != self._limit:
+            self._limit = limit
+            state = state.replace(limit=_like(limit, state.limit))
+        return state
+
+    def _formed(self, state: AdaptiveState, probing: bool) -> AdaptiveState:
+        """The state with the arrays that a probe needs or a step, and no others."""
+        needed, sites = probing or any(self._offsets), self._check(state)[1].analysis.sites
+        return state.replace(
+            offsets=_like(self._offsets, state.limit) if needed else None,
+            bins=_like(np.zeros((len(sites), BINS)), state.limit) if probing else None,
+        )
 
     def _check(self, state: Any, args: Sequence[Any] = ()) -> tuple[Pilot, Traced, Parameters]:
         if not isinstance(state, AdaptiveState):

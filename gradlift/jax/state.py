@@ -184,7 +184,10 @@ def update(
     before = ScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker)
     after = rule.update(state.policy, before, ~finite, where=jnp.where, loss_finite=loss_finite)
     skipped = state.skipped_steps + (~finite).astype(jnp.int32)
-    return LossScaleState(*after, finite, skipped, state.policy)
+    # The old flag is named, since an argument that nothing names cannot be donated: the new flag
+    # would have another address in every step, and XLA's GPU graphs be patched for it.
+    latest = jnp.where(state.finite, finite, finite)
+    return LossScaleState(*after, latest, skipped, state.policy)
 
 
 def select(finite: jax.Array, new: Tree, old: Tree) -> Tree:

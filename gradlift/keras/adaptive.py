@@ -167,7 +167,7 @@ def predicted(exponent: Any, peaks: Any, limit: Any, headroom: int) -> Any:
 
 
 def _trend(peaks: Any, known: Any, count: Any) -> Any:
-    """``forecast.growth`` of the known peaks, from 0 to ``SLACK`` bits."""
+    """What ``forecast.predict`` makes of the known peaks, from 0 to ``SLACK`` bits."""
     weight = ops.cast(known, "int32")
     steps = ops.arange(PATIENCE, dtype="int32") * weight
     values = peaks * weight

@@ -12,14 +12,15 @@ from collections.abc import Sequence
 def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap: int = 8) -> int:
     """Bits by which the largest gradient will have grown ``ahead`` steps from the last one.
 
-    The slope is that of the least-squares line through the known points; a gradient that
+    The slope is that of the least-squares line through the known points, or through their first
+    or second half, whichever is the least: a jump between two probes is no trend. A gradient that
     shrinks, or fewer than three known points, gives 0.
 
     Args:
         steps: the steps of the last probes, ascending.
         peaks: floor(log2) of the largest true gradient in each, None where nothing was seen.
         ahead: steps until the next probe takes effect.
-        cap: the most to return; a line fitted to a jump would promise the sky.
+        cap: the most to return.
 
     Examples:
         >>> growth([0, 100, 200], [-10, -9, -8], ahead=200)
@@ -30,11 +31,18 @@ def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap
     known = [(s, p) for s, p in zip(steps, peaks, strict=True) if p is not None]
     if len(known) < 3:
         return 0
+    middle = len(known) // 2
+    parts = known, known[: middle + 1], known[middle:]
+    return max(0, min(cap, *(_climb(part, ahead) for part in parts)))
+
+
+def _climb(points: Sequence[tuple[int, int]], ahead: int) -> int:
+    """Bits that the least-squares line through some points climbs in so many steps."""
     # In whole numbers, so that all ranks agree and 2 is never 1.99.
-    count, total_s, total_p = len(known), sum(s for s, _ in known), sum(p for _, p in known)
-    rise = count * sum(s * p for s, p in known) - total_s * total_p
-    run = count * sum(s * s for s, _ in known) - total_s * total_s
-    return max(0, min(rise * ahead // run, cap)) if run else 0
+    count, total_s, total_p = len(points), sum(s for s, _ in points), sum(p for _, p in points)
+    rise = count * sum(s * p for s, p in points) - total_s * total_p
+    run = count * sum(s * s for s, _ in points) - total_s * total_s
+    return rise * ahead // run if run else 0
 
 
 def predict(
@@ -70,7 +78,8 @@ def predict(
     if not known:
         return exponent
     # Fewer steps than these show noise, not a trend.
-    trend = growth(range(len(recent)), recent, ahead, cap=slack) if len(known) >= 8 else 0
+    points = [(at, peak) for at, peak in enumerate(recent) if peak is not None]
+    trend = max(0, min(_climb(points, ahead), slack)) if len(known) >= 8 else 0
     top = limit - max(known) - trend
     if exponent > top:
         return top

@@ -23,7 +23,7 @@ a shift and never an absolute exponent: what nobody has seen yet is not undone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gradlift import schema
@@ -34,6 +34,7 @@ from gradlift.plan.forecast import growth, predict
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.module_offsets import ModuleOffsets
+from gradlift.plan.observations import ADVICE, Record, Survey
 from gradlift.plan.overflows_above import OverflowsAbove
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose, overflowed_first
@@ -49,54 +50,6 @@ PATIENCE = saved.PATIENCE
 REMEMBERED = saved.REMEMBERED
 # Where torch's scaler begins, and the clean steps after which it doubles its scale.
 TORCH_EXPONENT, TORCH_INTERVAL = 16, 2000
-
-ADVICE = "the state is damaged: load another checkpoint, or none, and the plan is found anew"
-
-
-@dataclass(frozen=True)
-class Record:
-    """What one step left behind."""
-
-    step: int
-    exponent: int
-    """floor(log2) of the loss scale it ran at."""
-    amax: int | None
-    """floor(log2) of the largest parameter gradient, each as far above its true size as its
-    component is above the loss's exponent; None if there was none. Where the device predicts by
-    itself, of the largest true one."""
-    overflow: bool
-    bad_loss: bool = False
-    """Whether the loss was not finite before it was scaled; the gradients then say nothing."""
-    went_on: int | None = None
-    """The exponent that the device went on with, where it predicts by itself; None where the
-    pilot does."""
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What a probe brings back."""
-
-    graph: Graph
-    histograms: tuple[Histogram | None, ...]
-    """For each component; None where nothing was recorded."""
-    owners: Mapping[str, int]
-    """The component that computes each parameter's gradient."""
-    passages: tuple[CutStatistics, ...] = ()
-    """What the paper's rule needs of each cut; empty under the range rule."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The survey in primitives, for a checkpoint in which it waits for its turn."""
-        return {
-            "graph": asdict(self.graph),
-            "histograms": [h and asdict(h) for h in self.histograms],
-            "owners": dict(self.owners),
-            "passages": [asdict(passage) for passage in self.passages],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Survey:
-        """What ``to_dict`` wrote; a damaged one raises a ``ValueError``."""
-        return cls(**schema.read(saved.SURVEY, data, "survey", ADVICE))
 
 
 class Pilot:
@@ -202,10 +155,7 @@ class Pilot:
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
         if record.went_on is not None:
             expected = record.went_on + before - record.exponent
-        stale = record.overflow or (
-            record.went_on is None and record.step <= self._offsets.past_until
-        )
-        self._history = [*self._history, None if stale else record.amax][-PATIENCE:]
+        self._history = [*self._history, self._largest(record)][-PATIENCE:]
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
             self.schedule.probe_after(now)
@@ -228,12 +178,25 @@ class Pilot:
             self._offsets.keep_past(now, offsets)
         return target - expected
 
+    def _largest(self, record: Record) -> int | None:
+        """What a step tells of the largest gradient, for the history.
+
+        Of one that overflowed it is the least that it can have been: the probes in between may all
+        see batches far smaller, and would lead back to where every such step is lost.
+        """
+        if record.went_on is None and record.step <= self._offsets.past_until:
+            return None
+        if not record.overflow:
+            return record.amax
+        known = record.went_on is None and not record.bad_loss
+        return self._limit + self.headroom + 1 - record.exponent if known else None
+
     def _shifted_since(self, step: int) -> int:
         self._shifts = [(at, by) for at, by in self._shifts if at >= step]
         return sum(by for _, by in self._shifts)
 
     def _surveyed(self, record: Record, now: int, survey: Survey, expected: int) -> int:
-        if all(h is None or h.peak is None for h in survey.histograms):
+        if self._shows_only_zeros(survey):
             # Nothing but zeros: a look as high as torch's scaler begins, and no higher.
             target = min(expected + largest_climb(self.format), max(expected, TORCH_EXPONENT))
             self.schedule.probe_after(now, at_once=target > expected)
@@ -255,6 +218,14 @@ class Pilot:
         # next.
         self._graph, self._owners = survey.graph, dict(survey.owners)
         return self._lowered(record, now, first)
+
+    def _shows_only_zeros(self, survey: Survey) -> bool:
+        """Among the components that a scale is for: what is in float32, such as the loss itself,
+        always shows something."""
+        found = zip(survey.graph.components, survey.histograms, strict=True)
+        kinds = [(get(part.format or self.format), histogram) for part, histogram in found]
+        narrow = [h for kind, h in kinds if kind.max_exponent <= self.format.max_exponent]
+        return all(h is None or h.peak is None for h in narrow or survey.histograms)
 
     def _planned(self, record: Record, now: int, survey: Survey) -> int:
         graph = self.above.held(survey.graph)

@@ -106,7 +106,15 @@ def choose(
         carried = _carried(graph, found, before, rule, passages, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, carried)
     planned = tuple(
-        _outcome(graph.components[i], formats[i], found[i], exponents[i], histograms[i], before[i])
+        _outcome(
+            graph.components[i],
+            formats[i],
+            found[i],
+            exponents[i],
+            histograms[i],
+            before[i],
+            headroom,
+        )
         for i in range(count)
     )
     name = _format_at_stake(graph, format)
@@ -186,8 +194,31 @@ def _bounds(
         format,
         tolerance=tolerance,
         headroom=headroom,
-        growth=growth + (math.ceil(before.excess) if before and not histogram.nonfinite else 0),
+        growth=growth
+        + (0 if histogram.nonfinite else _kept_free(before, histogram, format, headroom)),
     )
+
+
+def _kept_free(
+    before: PlannedComponent | None, histogram: Histogram, format: Format, headroom: int
+) -> int:
+    """Bits for what is larger than anything in sight, less those that are in sight by now."""
+    if before is None:
+        return 0
+    peak = histogram.peak
+    free = MAX_EXPONENT if peak is None else format.max_exponent - headroom - peak
+    return math.ceil(_unexplained(before, free, headroom))
+
+
+def _unexplained(before: PlannedComponent, free: int, headroom: int) -> float:
+    """The excess over what is in sight now, where nothing above ``free`` would overflow.
+
+    A batch far larger than the one that an overflow was measured against was what overflowed, or
+    as large. A little more than that is every batch's way, and what is hidden in the component
+    grows with it.
+    """
+    rise = before.interval.high + before.reserved - free
+    return max(0.0, before.excess - rise) if rise > headroom else before.excess
 
 
 def _let_down(bounds: Bounds, before: PlannedComponent | None, last: Plan) -> Bounds:
@@ -304,12 +335,13 @@ def _outcome(
     exponent: int,
     histogram: Histogram | None,
     before: PlannedComponent | None,
+    headroom: int,
 ) -> PlannedComponent:
     lost = 0.0 if histogram is None else _lost(histogram, format.min_subnormal - exponent)
-    excess = _excess(bounds, format, histogram, before)
-    return PlannedComponent(
-        component.modules, exponent, bounds.interval, lost, excess, bounds.reserved
-    )
+    excess, reserved = _excess(bounds, format, histogram, before, headroom), bounds.reserved
+    if bounds.out_of_sight is OutOfSight.NOT_FINITE:
+        reserved += math.ceil(excess)  # so that it is measured against what was in sight before
+    return PlannedComponent(component.modules, exponent, bounds.interval, lost, excess, reserved)
 
 
 def _lost(histogram: Histogram, floor: int) -> float:
@@ -318,16 +350,22 @@ def _lost(histogram: Histogram, floor: int) -> float:
 
 
 def _excess(
-    bounds: Bounds, format: Format, histogram: Histogram | None, before: PlannedComponent | None
+    bounds: Bounds,
+    format: Format,
+    histogram: Histogram | None,
+    before: PlannedComponent | None,
+    headroom: int,
 ) -> float:
     """Bits to keep free for what is larger than anything in sight; a clean look takes 1/8 off."""
     if before is None:
         return 0.0
     if bounds.out_of_sight is OutOfSight.NOT_FINITE and before.interval.high < MAX_EXPONENT:
-        surprise = max(0, before.interval.high - bounds.interval.high)
-        return min(before.excess + surprise, float(largest_climb(format)))
-    looked = histogram is not None and not histogram.nonfinite
-    return max(0.0, before.excess - 0.125 * looked)
+        seen, found = (it.interval.high + it.reserved for it in (before, bounds))
+        return min(max(before.excess, seen - found), float(largest_climb(format)))
+    if histogram is None or histogram.nonfinite:
+        return before.excess
+    free = bounds.interval.high + bounds.reserved
+    return max(0.0, _unexplained(before, free, headroom) - 0.125)
 
 
 def _reasons(planned: Sequence[PlannedComponent], found: Sequence[Bounds]) -> tuple[str, ...]:

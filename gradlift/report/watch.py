@@ -259,8 +259,9 @@ def render(view: View, now: float) -> Any:
 
 def _facts(view: View, now: float) -> list[tuple[str, str]]:
     last = view.last
+    unreadable = [("unreadable", f"{view.problems:,} lines")] if view.problems else []
     if last is None:
-        return [("waiting", "for the first record")]
+        return [("waiting", "for the first record"), *unreadable]
     latest = list(view.window)[-_RATE:]
     causes = ", ".join(f"{n} {cause}" for cause, n in sorted(view.causes.items()) if n > 0)
     rate = f", {view.rate:.3g} a second" if view.rate else ""
@@ -278,9 +279,7 @@ def _facts(view: View, now: float) -> list[tuple[str, str]]:
             facts.append((label, f"{value:.4g} {sparkline(known)}"))
     if view.plan is not None:
         facts.append(("plan", f"{shorten(view.plan[1].summary, 80)} (step {view.plan[0]:,})"))
-    if view.problems:
-        facts.append(("unreadable", f"{view.problems:,} lines"))
-    return facts
+    return facts + unreadable
 
 
 def _ago(seconds: float | None) -> str:

@@ -56,7 +56,7 @@ def model_of(scaler: GradScaler) -> torch.nn.Module | None:
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Tensor:
     """Whether the check of the optimizer's gradients found an inf or a NaN: 0-d float32."""
-    return scaler._check.found(scaler._steps.of(optimizer))
+    return scaler._check.found_by_all(scaler._steps.of(optimizer))
 
 
 def scale_and_skips(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:

@@ -50,6 +50,7 @@ from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Report
 from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.recorder import Recorder, open_recorder
+from gradlift.torch.step.step_call import StepCall
 from gradlift.torch.step.update import UPDATES
 
 
@@ -190,13 +191,13 @@ class GradScaler(torch.amp.GradScaler):
         self._check.ready(optimizer, "_check_inf_per_device")
         known, one = self._steps.of(optimizer), self._device_scale.one
         self._check.run(optimizer, known, one, True, self._unscale_grads_)
+        self._check.ask(known)
         self._check.found(known)
         return known.entry["found_inf_per_device"]
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         known = self._steps.of(optimizer)
-        if known.exchange is not None:
-            self._check.found(known)
+        self._check.found_by_all(known)
         return known.entry["found_inf_per_device"]
 
     # What it was given.
@@ -249,17 +250,20 @@ class GradScaler(torch.amp.GradScaler):
             if not torch.compiler.is_compiling():
                 if self._steps.entries and not self._losses.in_closure:
                     later_backward.loss_was_scaled(self._check)
+                self._check.shared.made.clear()
                 if self._search.under_way is not None:
                     self._search.see_loss(outputs)
             self._losses.see(outputs, scale.device)
             if scale.device != outputs.device:
                 scale = moved_to(scale, outputs.device)
             return outputs * scale
-        if isinstance(outputs, abc.Iterable):
+        # The iterator of a dict gives its keys, and a string's are strings again, without end.
+        if isinstance(outputs, abc.Iterable) and not isinstance(outputs, (abc.Mapping, str)):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled  # type: ignore[call-arg]
         raise ValueError(
-            f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
+            f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}; "
+            "scale the sum of the losses, or each of them"
         )
 
     # Unscale.
@@ -276,9 +280,9 @@ class GradScaler(torch.amp.GradScaler):
         if known.watch is not None:
             later_backward.before_use(self._check, known)
         if known.entry["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
+            why = "unscale_() has already been called on this optimizer since the last update()."
+            self._check.refuse(known, known.refusal or why)
+            return
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         inv_scale = grads.inverse(self._device_scale.require("unscale_").scale)
@@ -287,6 +291,8 @@ class GradScaler(torch.amp.GradScaler):
         known.entry["stage"] = OptState.UNSCALED
         if not torch.compiler.is_compiling():
             known.optimizer = weakref.ref(optimizer)
+            if not known.in_step:
+                self._check.made_true(optimizer)
 
     # Step.
 
@@ -312,12 +318,14 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             What ``optimizer.step`` returned, or None if the step was skipped.
         """
-        closure, rest, rest_kwargs = closures.split(args, kwargs)
-        closures.check_arguments(optimizer, args, max_norm, retries, closure)
+        closure, rest, rest_kwargs = None, args, kwargs
+        if args or kwargs or max_norm is not None or retries != 0:
+            closure, rest, rest_kwargs = closures.split(args, kwargs)
+            closures.check_arguments(optimizer, args, max_norm, retries, closure)
         if max_norm is not None:
             self._outcome.max_norm = max_norm
         if not self._enabled:
-            return ways.disabled(self._check, optimizer, max_norm, (args, kwargs))
+            return ways.disabled(self._check, optimizer, max_norm, args, kwargs)
         self._outcome.known_skip = None
         if closure is None:  # a closure scales its loss itself, perhaps for the first time
             self._check.ready(optimizer, "step")
@@ -326,29 +334,26 @@ class GradScaler(torch.amp.GradScaler):
             later_backward.before_use(self._check, known)
         if known.entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        call = StepCall(
+            self._check,
+            optimizer,
+            known,
+            max_norm,
+            rest,
+            rest_kwargs,
+            self.unscale_,
+            self._unscale_grads_,
+        )
         if closure is None:
-            result = ways.step(
-                self._check,
-                optimizer,
-                known,
-                max_norm,
-                (args, kwargs),
-                unscale=self.unscale_,
-                unscale_grads=self._unscale_grads_,
-                scaler=self,
-            )
+            result = ways.step(call, self)
         else:
-            result = closures.ClosureStep(
-                self._check,
-                optimizer,
-                closure,
-                unscale=self.unscale_,
-                max_norm=max_norm,
-                retries=retries,
-            ).run(rest, rest_kwargs)
-        known.entry["stage"] = OptState.STEPPED
+            result = closures.ClosureStep(call, closure, retries).run()
         if not torch.compiler.is_compiling():
-            self._outcome.keep_for(optimizer)
+            if known.entry["stage"] is OptState.UNSCALED:  # and perhaps clipped since
+                self._check.made_true(optimizer)
+            outcome = self._outcome
+            outcome.by_optimizer[optimizer] = outcome.found_inf, outcome.known_skip
+        known.entry["stage"] = OptState.STEPPED
         return result
 
     # Update.
@@ -385,8 +390,9 @@ class GradScaler(torch.amp.GradScaler):
                 self._losses.total,
                 self._search.found_now,
             )
+        counts = None
         if new_scale is None:
-            self._device_scale.update_(found, bad_loss)
+            counts = self._device_scale.update_(found, bad_loss)
         else:
             self._device_scale.set_(new_scale, found, self._device)
         self._outcome.max_norm = None
@@ -395,15 +401,14 @@ class GradScaler(torch.amp.GradScaler):
         if not torch.compiler.is_compiling():
             if self._search.under_way is not None or self._search.found_now is not None:
                 self._search.end_step()
-            self._look_after()
+            self._look_after(counts)
 
-    def _look_after(self) -> None:
-        """Raise or warn of what has reached the host by now."""
+    def _look_after(self, counts: list[int] | None = None) -> None:
+        """Raise or warn of what has reached the host by now; ``counts``, if it knows them."""
         if self._agreement.evidence is not None:
             self._agreement.verify()
-        scale = self._device_scale
-        assert scale.counts is not None
-        counts = scale.readback.tick(scale.counts)
+        if counts is None:
+            counts = self._device_scale.arrived_counts()
         if counts is not None and counts[:UPDATES] != self._search.considered:
             self._alarms.sound(counts, self)
             self._search.consider(counts)

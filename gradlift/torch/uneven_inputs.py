@@ -183,9 +183,9 @@ class _EmptySteps(JoinHook):
         """One iteration of the others, without a gradient."""
         scaler, calls = self._scaler, self._calls
         device = grads.local(self._optimizers[0].param_groups[0]["params"][0].detach()).device
-        scaler.scale(torch.zeros((), device=device))
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+        scaler.scale(torch.zeros((), device=device))
         while True:
             kind, place, max_norm = calls.hear()
             with calls.told():

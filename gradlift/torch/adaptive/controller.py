@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradlift.plan.pilot import Pilot, Record
+from gradlift.plan.observations import Record
+from gradlift.plan.pilot import Pilot
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.largest import LargestGradients
@@ -101,7 +102,8 @@ class Controller:
         if self.emulation is not None:
             calibrating = self.pilot.plan is None and probing
             self.emulation.begin(self.step_number, calibrating=calibrating)
-        self.engine.check(loss)
+        if self.engine.watch.hook is not None:
+            self.engine.check(loss)
 
     def pin(self, offsets: Mapping[str, int]) -> None:
         """Fix exponents by hand; ``{}`` ends it."""
@@ -115,7 +117,9 @@ class Controller:
 
     # A step ends.
 
-    def send(self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None) -> InFlight | HostRow:
+    def send(
+        self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None
+    ) -> InFlight | HostRow | list[float]:
         """What is told of a step, on its way: scale, largest gradient, overflow, bad loss.
 
         Args:
@@ -125,6 +129,8 @@ class Controller:
         """
         scale = self._scale.scale
         assert scale is not None
+        if ranks is None and scale.device.type == "cpu":
+            return [scale.item(), self.largest.take_number(), found.item(), bad_loss.item()]
         if ranks is not None or not scale.is_cuda or not has_triton():
             return InFlight(self._row(found, bad_loss))
         if self._rows is None:
@@ -150,7 +156,7 @@ class Controller:
 
     def end_step(
         self,
-        sent: InFlight | HostRow,
+        sent: InFlight | HostRow | list[float],
         probe: Probe | None,
         ranks: Ranks | None,
         recorders: Iterable[Recorder],

@@ -14,8 +14,8 @@ for what they are: that is how float16 parameters, and reductions in float16, st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from gradlift.torch.step import grads
 NONE: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What is known of a model's parameters, by name; the same objects as long as it holds."""
 
     wide: frozenset[str]
@@ -94,19 +93,25 @@ class CountedRows:
 
     def by_offset(
         self, collected: tuple[grads.Buckets, grads.Places]
-    ) -> Iterator[tuple[int, list[Tensor]]]:
+    ) -> list[tuple[int, list[Tensor]]]:
         """The non-empty gradients that count, by device, dtype and offset.
 
         Args:
             collected: from ``grads.collect_places``.
         """
         buckets, places = collected
+        groups: list[tuple[int, list[Tensor]]] = []
         for key, tensors in buckets.items():
+            if not self.left_out and not self.offsets:
+                filled = [tensor for tensor in tensors if tensor.numel()]
+                groups += [(0, filled)] if filled else []
+                continue
             found: dict[int, list[Tensor]] = {}
             for tensor, row in zip(tensors, places[key], strict=True):
                 if row not in self.left_out and tensor.numel():
                     found.setdefault(self.offsets.get(row, 0), []).append(tensor)
-            yield from found.items()
+            groups += found.items()
+        return groups
 
     def counted(self, amax: Tensor) -> Tensor:
         """The entries of ``amax``, float32 [n], for what they count."""

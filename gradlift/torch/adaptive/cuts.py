@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 
 from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.graph import Node
@@ -238,12 +239,9 @@ def makes_a_graph() -> bool:
 
 def is_batched(grad: torch.Tensor | None) -> bool:
     """Whether many gradients run as one under vmap; the hooks could not look at them."""
-    functorch = getattr(torch._C, "_functorch", None)
-    legacy = getattr(functorch, "is_legacy_batchedtensor", None)
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
-    if transforms is not None and transforms():
+    if passes.in_transform():
         return True
-    return grad is not None and legacy is not None and legacy(grad)
+    return grad is not None and is_legacy_batchedtensor(grad)
 
 
 def call_through(gate: Gate, marks: Marks) -> passes.Call | str:

@@ -37,6 +37,7 @@ from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.cuts import factor, times_power_of_two
 from gradlift.torch.adaptive.graph import Node, Walk
 from gradlift.torch.adaptive.linearity import is_hooked, not_linear
+from gradlift.torch.ranks import groups
 from gradlift.troubleshooting import warn
 
 # What one launch multiplies, by exponents of factors that these hold.
@@ -109,7 +110,8 @@ class EndReturns:
 
     def begin(self, waiting: Iterable[Waiting], call: passes.Call) -> list[Waiting]:
         """Makes leaves wait for the end of the running pass; returns those that must not."""
-        if call.inputs or has_ranks():
+        # Ranks may wait for gradients: DDP takes them as soon as they are there.
+        if call.inputs or groups.initialized():
             return list(waiting)
         end, refused = _End(self), list[Waiting]()
         for group in waiting:
@@ -243,11 +245,6 @@ def are_unseen(leaves: Sequence[torch.Tensor]) -> bool:
     if any(map(_hooks, leaves)) or any(map(_later_hooks, leaves)):
         return False
     return set(map(type, map(_grad, leaves))) <= {type(None)}
-
-
-def has_ranks() -> bool:
-    """Whether others may wait for gradients: DDP takes them as soon as they are there."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def multiply(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], shift: int) -> None:

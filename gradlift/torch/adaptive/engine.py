@@ -265,7 +265,7 @@ class Engine:
     def check(self, losses: Any) -> None:
         """Raises what ``arm`` would raise on these losses, not yet scaled; changes nothing."""
         pins = self._pins.offsets
-        if not pins or not self.watch.watching:
+        if not pins:
             return
         if self.watch.compiled is not None:
             self.watch.compiled.check(pins)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
-from gradlift.torch.adaptive.graph import ACCUMULATE, Search, Walk
+from gradlift.torch.adaptive.graph import ACCUMULATE, Search, Walk, rewritten_in
 from gradlift.torch.adaptive.linearity import IN_PLACE, Node, not_linear
 
 # Classes of nodes, torch's own, of which nothing needs to be asked.
@@ -43,9 +43,7 @@ def flood(
     special = found.special
     result = found.assembled((node, not_linear(node, linear)) for node in special)
     result.functions = [node for node in special if isinstance(node, BackwardCFunction)]
-    result.rewritten = {
-        node.next_functions[0] for node in special if type(node).__name__ == IN_PLACE
-    }
+    result.rewritten = rewritten_in(special)
     return result
 
 

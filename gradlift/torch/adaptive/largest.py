@@ -1,7 +1,8 @@
 """The largest gradient of a step that can overflow, as its component stores it, on the device.
 
 It costs no pass of its own on a GPU: the two passes of ``two_pass.py`` give it, and for a small
-model the launch that counts overflows.
+model the launch that counts overflows. On the CPU, where an op on a number takes longer than to
+read it, it is one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
+from gradlift.policy import float32
 from gradlift.torch.adaptive.counted_rows import NONE, CountedRows, Known, RowsByOptimizer
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.step import fused, grads
@@ -21,9 +24,8 @@ from gradlift.torch.step.readback import moved_to
 
 # Elements below which a pass over the gradients takes less than a launch.
 SMALL = 2**24
-# Elements from which on, on the CPU, two reductions are faster than the norm: that is not
-# vectorized, and takes twenty times as long.
-LONG = 2**11
+# Elements below which, on the CPU, gradients are copied together sooner than each is looked at.
+SHORT = 2**11
 
 
 class LargestGradients:
@@ -39,6 +41,7 @@ class LargestGradients:
         self._engine = engine
         self._rows = RowsByOptimizer()
         self._seen: list[Tensor] = []
+        self._on_host = 0.0
         self._sizes: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
     def prefers_two_passes(self, optimizer: Optimizer) -> bool:
@@ -61,7 +64,11 @@ class LargestGradients:
     ) -> None:
         """Look at the gradients themselves; ``home`` is where the largest is kept."""
         for offset, filled in self.rows(optimizer).by_offset(collected):
-            largest = torch.stack(_magnitudes(filled)).amax().float()
+            if home.type == filled[0].device.type == "cpu":
+                largest = float32(magnitude_on_host(filled))
+                self._on_host = max(self._on_host, float32(largest * 2.0**offset))
+                continue
+            largest = torch.stack(torch._foreach_norm(filled, math.inf)).amax().float()
             if offset:
                 largest = largest * 2.0**offset
             self._seen.append(largest if largest.device == home else moved_to(largest, home))
@@ -87,6 +94,8 @@ class LargestGradients:
         """The magnitudes seen since ``take``: float32, 0-d or [n], on the device of ``zero``, at
         least one."""
         seen, home = self._seen, zero.device
+        if self._on_host:
+            seen = [*seen, torch.full((), self._on_host, device="cpu")]
         if len(seen) == 1 and seen[0].device == home:
             return seen[0]
         if not seen:
@@ -99,17 +108,25 @@ class LargestGradients:
         self.clear()
         return found
 
+    def take_number(self) -> float:
+        """The largest of ``all`` on the CPU, inf if there is a NaN, and forget them."""
+        found = max(self._on_host, magnitude_on_host(self._seen)) if self._seen else self._on_host
+        self.clear()
+        return found
+
     def clear(self) -> None:
         """The step is over."""
-        self._seen = []
+        self._seen, self._on_host = [], 0.0
 
 
-def _magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """The largest magnitudes of tensors of one device and dtype, 0-d each, in any order; a NaN
-    where there is one."""
-    if tensors[0].device.type != "cpu" or tensors[0].is_complex():
-        return list(torch._foreach_norm(tensors, math.inf))
-    short = [tensor for tensor in tensors if tensor.numel() < LONG]
-    long = [torch.aminmax(tensor) for tensor in tensors if tensor.numel() >= LONG]
-    found = list(torch._foreach_norm(short, math.inf)) if short else []
-    return found + [torch.maximum(-ends.min, ends.max) for ends in long]
+def magnitude_on_host(tensors: list[Tensor]) -> float:
+    """The largest magnitude in tensors of one dtype on the CPU; inf if there is a NaN."""
+    short: list[Tensor] = []
+    parts: list[Tensor] = []
+    for tensor in tensors:
+        (short if tensor.numel() < SHORT else parts).append(tensor)
+    if short:
+        parts.append(_flatten_dense_tensors(short))
+    # The norm is not vectorized there, and takes twenty times as long as two reductions.
+    ends = [abs(end.item()) for part in parts for end in torch.aminmax(part)]
+    return math.inf if any(map(math.isnan, ends)) else max(ends)

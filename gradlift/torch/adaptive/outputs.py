@@ -98,8 +98,7 @@ def is_foreign_pass() -> bool:
     """Whether this forward is a recomputation inside a backward, or a function transform."""
     if passes.current_pass() != passes.NO_PASS:
         return True
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return bool(torch.jit.is_tracing() or (transforms is not None and transforms()))
+    return bool(torch.jit.is_tracing() or passes.in_transform())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -37,6 +37,12 @@ def current_pass() -> int:
     return NO_PASS if _pass_number is None else _pass_number()
 
 
+def in_transform() -> bool:
+    """Whether a function transform of torch.func is at work."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and active()
+
+
 def at_end(do: Callable[[], None]) -> None:
     """Calls ``do`` when the running backward pass has ended; not if it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(do)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradlift.plan.pilot import Record, Survey
+from gradlift.plan.observations import Record, Survey
 from gradlift.report.records import ModuleRecord
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.adaptive_ranks import AgreedColumns
@@ -25,7 +25,7 @@ class Pending:
     """A step whose record is on its way."""
 
     step: int
-    row: InFlight | HostRow | None
+    row: InFlight | HostRow | list[float] | None
     """What was sent of it; None if it comes from a checkpoint."""
     probe: Probe | None
     saved: Any = None
@@ -47,15 +47,18 @@ class Pending:
     @property
     def agreed(self) -> AgreedColumns | None:
         """What the ranks told each other in the step; None without ranks."""
-        numbers = [] if self.row is None else self.row.wait().tolist()
+        numbers = [] if self.row is None else self._numbers()
         return AgreedColumns(*numbers[4:]) if len(numbers) > 4 else None
+
+    def _numbers(self) -> list[float]:
+        assert self.row is not None
+        return self.row if isinstance(self.row, list) else self.row.wait().tolist()
 
     def record(self) -> Record:
         """The record; waits for it if it must."""
         if self.saved:
             return Record(**self.saved["record"])
-        assert self.row is not None
-        scale, largest, found, bad_loss, *agreed = self.row.wait().tolist()
+        scale, largest, found, bad_loss, *agreed = self._numbers()
         largest = AgreedColumns(*agreed).largest if agreed else largest
         exponent = _exponent(scale)
         known = math.isfinite(largest) and largest > 0

@@ -55,7 +55,7 @@ class ModelWatch:
         self.compiled: CompiledModel | None = None
         """What is different since parts of the model are compiled; None if none are."""
         self.hook: ForwardHook | Hooks | None = None
-        """What the outputs are seen through."""
+        """What the outputs are seen through; None while they are not looked at."""
         self._model, self._linear, self._outputs = model, linear, outputs
         self._pins, self._plan, self._probes, self._reasons = pins, plan, probes, reasons
         self._out_of_reach = False
@@ -72,11 +72,6 @@ class ModelWatch:
                 self._probes.peaks.see(name, tensors_in(output))
 
     # When to look.
-
-    @property
-    def watching(self) -> bool:
-        """Whether module outputs are being looked at."""
-        return self.hook is not None
 
     @property
     def probing(self) -> bool:

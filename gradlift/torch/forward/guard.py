@@ -231,37 +231,27 @@ Forward = Callable[..., Any]
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    if type(module) is nn.Linear:
-        return _linear
     zeros = getattr(module, "padding_mode", "zeros") == "zeros"
-    return _conv if type(module) in _CONVS and zeros else _in_float32
+    return _product if type(module) in (nn.Linear, *_CONVS) and zeros else _in_float32
 
 
-def _linear(module: nn.Linear, plain: Forward, x: Tensor) -> Tensor:
-    """``plain(module, x)`` for a Linear, computed in half precision without leaving its range."""
+def _product(module: Any, plain: Forward, x: Tensor) -> Tensor:
+    """``plain(module, x)`` for a Linear or a convolution, computed in half precision without
+    leaving its range."""
     half = _half_of(module, x)
     if half is None:
         return plain(module, x)
     down, down_weight, up = _powers(module, x)
     with torch.autocast(x.device.type, enabled=False):
         weight = (module.weight.float() * down_weight).to(half)
-        product = F.linear((x.float() * down).to(half), weight).float() * up
-        return _back(product if module.bias is None else product + module.bias.float(), module)
-
-
-def _conv(module: Any, plain: Forward, x: Tensor) -> Tensor:
-    """The same for a convolution."""
-    half = _half_of(module, x)
-    if half is None:
-        return plain(module, x)
-    down, down_weight, up = _powers(module, x)
-    with torch.autocast(x.device.type, enabled=False):
-        weight = (module.weight.float() * down_weight).to(half)
-        product = module._conv_forward((x.float() * down).to(half), weight, None)
-        product = product.float() * up
+        x = (x.float() * down).to(half)
+        is_linear = type(module) is nn.Linear
+        out = F.linear(x, weight) if is_linear else module._conv_forward(x, weight, None)
+        out = out.float() * up
         if module.bias is not None:
-            product = product + module.bias.float().reshape(-1, *[1] * (product.dim() - 2))
-        return _back(product, module)
+            bias = module.bias.float()
+            out = out + (bias if is_linear else bias.reshape(-1, *[1] * (out.dim() - 2)))
+        return _back(out, module)
 
 
 def _in_float32(module: nn.Module, plain: Forward, *args: Any, **kwargs: Any) -> Any:

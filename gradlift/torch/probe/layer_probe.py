@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from gradlift.plan.pilot import Survey
+from gradlift.plan.observations import Survey
 from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.names import Names

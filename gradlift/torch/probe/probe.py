@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradlift.plan.histogram import BINS, Histogram
-from gradlift.plan.pilot import Survey
+from gradlift.plan.observations import Survey
 from gradlift.torch.probe.counting import count_exponents, dense
 from gradlift.torch.probe.moments import Sums
 from gradlift.torch.probe.rows import FORMATS, GradientRows, Row

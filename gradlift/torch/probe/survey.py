@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from gradlift.formats import Format, get
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
-from gradlift.plan.pilot import Survey
+from gradlift.plan.observations import Survey
 from gradlift.torch.probe.rows import GradientRows, Row
 from gradlift.torch.probe.shares import Goal, shares
 from gradlift.torch.ranks.reductions import Reduction

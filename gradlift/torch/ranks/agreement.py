@@ -1,10 +1,10 @@
 """Which ranks decide together, what each tells the others, and what happens if they differ.
 
-Each check of an optimizer's gradients ends in one exchange (``message.py``), begun as soon as this
-rank knows its part and waited for where the result is used. Where ranks differ in what must be
-equal, the device skips the step on all of them and the scale stays as it is; the error follows
-when the host gets to see it, on the CPU before anything else happens and on a GPU at most 8 steps
-later, all of them skipped.
+Each step of an optimizer has one exchange (``message.py``), begun as soon as this rank knows its
+part and waited for where the result is used. Where ranks differ in what must be equal, the device
+skips the step on all of them and the scale stays as it is; the error follows when the host gets to
+see it, on the CPU before anything else happens and on a GPU at most 8 steps later, all of them
+skipped.
 """
 
 from __future__ import annotations
@@ -102,16 +102,18 @@ class Agreement:
 
     def join(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
         """The ranks to decide with, once this optimizer's parameters were looked at."""
-        several = dist.is_available() and dist.is_initialized()
-        if not torch.compiler.is_compiling():
-            if self._process_group is not None and self.ranks is None:  # comes from a pickle
-                self.ranks = groups.of(self._process_group)
+        compiling = torch.compiler.is_compiling()
+        if self._process_group is not None and self.ranks is None and not compiling:
+            self.ranks = groups.of(self._process_group)  # comes from a pickle
+        if not dist.is_available() or not dist.is_initialized():
+            self.tells_bad_losses = True
+            return self.ranks
+        if not compiling:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
-            if several and self._joined.get(optimizer) != count:
+            if self._joined.get(optimizer) != count:
                 self._look_at(optimizer)
                 self._joined[optimizer] = count
-        lone = not several or dist.get_world_size() == 1
-        self.tells_bad_losses = lone or self.ranks is not None
+        self.tells_bad_losses = dist.get_world_size() == 1 or self.ranks is not None
         return self.ranks
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
@@ -140,6 +142,7 @@ class Agreement:
         state: ScaleState,
         settings: int,
         squares: ownership.Squares | None = None,
+        dropped: message.Dropped | None = None,
     ) -> message.Exchange:
         """Begin an agreement over what a check found.
 
@@ -149,6 +152,7 @@ class Agreement:
             state: the scale and its trackers, which must be equal on all ranks.
             settings: a hash of the policy and of ``max_norm``, which must be too.
             squares: this rank's part of the squared norm; None if the norm is not wanted.
+            dropped: what was given up since the last update; None if nothing was.
         """
         assert self.ranks is not None
         sums, copy = (None, -1) if squares is None else squares
@@ -166,6 +170,7 @@ class Agreement:
                 sums,
                 copy,
                 None if added is None else added.columns(),
+                dropped,
             ),
         )
 

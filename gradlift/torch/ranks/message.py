@@ -23,10 +23,10 @@ from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.step.grads import has_float64
 from gradlift.troubleshooting import see
 
-# A row. The last five must be equal on all ranks.
-FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY = range(6)
-SCALE, TRACKER, SETTINGS, LOADS, PLAN = range(6, 11)
-COLUMNS = 11
+# A row. The last seven must be equal on all ranks.
+FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY, DROPPED_FOUND, DROPPED_BAD = range(8)
+SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES = range(8, 15)
+COLUMNS = 15
 SQUARES = slice(OWN, COPY)
 
 ABSENT = -1.0
@@ -43,6 +43,19 @@ _NAMES = {
     LOADS: "the number of checkpoints loaded",
     PLAN: "the plan (as a hash)",
 }
+
+
+class Dropped(NamedTuple):
+    """What was unscaled since the last update and given up without a step."""
+
+    drops: int
+    """How often that was."""
+    refuses: bool
+    """Whether this rank cannot use what lies there now."""
+    found_inf: Tensor
+    """0-d float32: how many of these had an inf or a NaN."""
+    bad_loss: Tensor
+    """0-d float32: how many had a bad loss."""
 
 
 class Mine(NamedTuple):
@@ -62,6 +75,7 @@ class Mine(NamedTuple):
     """Which copy of the mesh this rank is in; -1 if it has no DTensor gradients."""
     more: Tensor | None = None
     """float64 [any]: more columns, of which nothing is decided here."""
+    dropped: Dropped | None = None
 
 
 class Verdict(NamedTuple):
@@ -110,6 +124,11 @@ def _write(row: Tensor, mine: Mine) -> None:
         row[column].copy_(part)
     for column, number in ((SETTINGS, mine.settings), (LOADS, mine.loads), (PLAN, mine.plan)):
         row[column].fill_(number)
+    if mine.dropped is not None:
+        row[DROPS].fill_(mine.dropped.drops)
+        row[REFUSES].fill_(mine.dropped.refuses)
+        row[DROPPED_FOUND].copy_(mine.dropped.found_inf)
+        row[DROPPED_BAD].copy_(mine.dropped.bad_loss)
     if mine.more is not None:
         row[COLUMNS:].copy_(mine.more)
     if mine.squares is not None:
@@ -131,6 +150,11 @@ def decide(rows: Tensor, measured: bool) -> Verdict:
     return Verdict(found_inf, bad_loss, total.sqrt(), disputed, rows)
 
 
+def dropped(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What the ranks found in what they dropped: the most that one of them did, 0-d float32."""
+    return rows[:, DROPPED_FOUND].amax().float(), rows[:, DROPPED_BAD].amax().float()
+
+
 def _count_once(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of all squares, each element once; and whether copies of one thing differ."""
     plain = rows[:, PLAIN]
@@ -149,6 +173,8 @@ def _count_once(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def difference(rows: list[list[float]], ranks: Ranks) -> str:
     """Which rank differs from the others, and in what; for an error message."""
+    if len({(row[DROPS], row[REFUSES]) for row in rows}) > 1:
+        return _dropped_apart(rows, ranks)
     for column, name in _NAMES.items():
         values = [row[column] for row in rows]
         if len(set(values)) > 1:
@@ -173,6 +199,22 @@ def difference(rows: list[list[float]], ranks: Ranks) -> str:
         "owns its own, as pipeline stages and experts do, say scaler.mark_own(parameters); if "
         "they are copies, average their gradients before step(), as DDP does"
         + see("parameters-taken-for-copies")
+    )
+
+
+def _dropped_apart(rows: list[list[float]], ranks: Ranks) -> str:
+    """The same where gradients that lay unscaled are new ones on some ranks alone."""
+    most = max(row[DROPS] for row in rows)
+    anew = [ranks.members[i] for i, row in enumerate(rows) if row[DROPS] == most]
+    what = f"are new ones on {_several(anew)}, where a loss was scaled since, and not on the others"
+    if all(row[DROPS] == most for row in rows):
+        again = [ranks.members[i] for i, row in enumerate(rows) if row[REFUSES]]
+        what = f"were unscaled or added to once more on {_several(again)} alone"
+    return (
+        f"gradlift: gradients that unscale_() or a clip made true {what}. No weight has moved. End "
+        "a batch that is dropped after unscale_() with zero_grad() and update() on all ranks, "
+        "or one without a loss cannot know that what it unscaled is gone. Now call zero_grad() on "
+        "all of them, and go on" + see("differs-between-ranks")
     )
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.search import CauseSearch
@@ -31,6 +32,7 @@ from gradlift.torch.step.loss import LossFlags
 from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Peaks, Weights
+from gradlift.torch.step.shared_gradients import SharedGradients, scale_again_
 from gradlift.torch.step.update import has_triton
 from gradlift.troubleshooting import see
 
@@ -95,6 +97,7 @@ class GradCheck:
         self.overflows, self.agreement, self.outcome = overflows, agreement, outcome
         self.search, self.clears = search, clears
         self.watcher: Watcher | None = None
+        self.shared = SharedGradients()
         self._collected: Collected | None = None
 
     def ready(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
@@ -164,9 +167,9 @@ class GradCheck:
         allow_fp16: bool,
         unscale: Unscale,
     ) -> None:
-        """Multiply the gradients by ``inv_scale`` (0-d float32) and check them; begins the
-        agreement of the ranks, which ``found`` waits for."""
+        """Multiply the gradients by ``inv_scale`` (0-d float32) and check them."""
         self._collected = None
+        self.begin(optimizer)
         bad_loss, unseen = self._take_losses()
         start = self.scale.zero if bad_loss is None else bad_loss
         flags = unscale(optimizer, inv_scale, start, allow_fp16)
@@ -182,11 +185,29 @@ class GradCheck:
             bad_loss = self.losses.look()  # no gradients here; the other ranks have to know
         known.entry["found_inf_per_device"] = flags
         known.bad_loss = bad_loss
-        if self.agreement.ranks is not None:
-            self._ask_ranks(optimizer, known)
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a check: all of the optimizer's gradients at the scale."""
+        shared = self.shared
+        if torch.compiler.is_compiling() or (not shared.several and id(optimizer) in shared.known):
+            return
+        if twice := shared.of(optimizer):
+            scale_again_(twice, self.scale.require("step").scale)
+
+    def made_true(self, optimizer: torch.optim.Optimizer, unless: Tensor | None = None) -> None:
+        """The optimizer's gradients were divided by the scale, unless a flag (0-d float32) is
+        set."""
+        self.shared.made[id(optimizer)] = unless
+        if self.shared.several:
+            self.shared.mark(optimizer)
 
     def _take_losses(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.losses.take() if self.agreement.tells_bad_losses else (None, None)
+        """What the step at hand answers for: the losses' flag, or one loss that the device has yet
+        to look at; neither where nothing applies."""
+        if not self.agreement.tells_bad_losses:
+            return None, None
+        self.losses.taken = True
+        return self.losses.flag, self.losses.unseen
 
     def bad_loss(self) -> Tensor | None:
         """The flag of the losses that the step answers for, looked at now; None without any."""
@@ -226,20 +247,26 @@ class GradCheck:
 
     # Agree.
 
-    def _ask_ranks(self, optimizer: torch.optim.Optimizer, known: OptimizerStep) -> None:
-        """Begin the agreement over what this rank found; ``found`` ends it."""
-        device = self.scale.device
-        squares = None
-        if known.needs_norm:
-            known.needs_norm = False
-            squares = self._squares(optimizer, device)
+    def ask(self, known: OptimizerStep, measured: torch.optim.Optimizer | None = None) -> None:
+        """Begin the agreement of the ranks over what this one found; ``found`` ends it.
+
+        Every ``step`` asks once, also after ``unscale_``: whether gradients still lie unscaled, or
+        are new ones, is what a rank without a loss cannot know, so nothing may depend on it.
+
+        Args:
+            known: what is known of the optimizer.
+            measured: the optimizer, if the norm of its gradients is wanted.
+        """
+        if self.agreement.ranks is not None:
+            squares = None if measured is None else self._squares(measured, self.scale.device)
+            known.exchange = self.propose(known, self._found_here(known), squares)
+
+    def _found_here(self, known: OptimizerStep) -> Tensor:
         flags = [*known.entry["found_inf_per_device"].values()]
         if known.bad_loss is not None:
             flags.append(known.bad_loss)
-        found = grads.combine(flags, device)
-        found = self.scale.zero if found is None else found
-        known.entry["found_inf_per_device"] = {device: found}
-        known.exchange = self.propose(found, known.bad_loss, squares)
+        found = grads.combine(flags, self.scale.device)
+        return self.scale.zero if found is None else found
 
     def _squares(self, optimizer: torch.optim.Optimizer, home: torch.device) -> ownership.Squares:
         with torch.no_grad():
@@ -247,36 +274,60 @@ class GradCheck:
         return self.agreement.ownership.squares(optimizer, *collected, home)
 
     def propose(
-        self, found_inf: Tensor, bad_loss: Tensor | None, squares: ownership.Squares | None
+        self, known: OptimizerStep, found_inf: Tensor, squares: ownership.Squares | None
     ) -> message.Exchange:
-        """Begin an agreement of the ranks; flags are 0-d float32 on the scaler's device."""
+        """Begin an agreement of the ranks; ``found_inf`` is 0-d float32 on the scaler's device."""
         state = self.scale.require("step")
         # What the gradients are clipped to counts where they are measured for that.
         limit = None if squares is None else self.outcome.max_norm
         settings = self.scale.settings_hash(limit)
-        return self.agreement.propose(found_inf, bad_loss, state, settings, squares)
+        dropped = None
+        if known.drops or known.refusal is not None:
+            found, bad = known.dropped or (self.scale.zero, self.scale.zero)
+            dropped = message.Dropped(known.drops, known.refusal is not None, found, bad)
+        return self.agreement.propose(found_inf, known.bad_loss, state, settings, squares, dropped)
 
     def found(self, known: OptimizerStep) -> Tensor:
-        """Whether anything was found, on any rank: 0-d float32 on the scaler's device."""
+        """Whether anything was found, on any rank if they were asked: 0-d float32 on the scaler's
+        device."""
         exchange, device = known.exchange, self.scale.device
         if exchange is not None:
             known.exchange = None
             verdict = self._settle(exchange)
             known.entry["found_inf_per_device"] = {device: verdict.found_inf}
             known.bad_loss = verdict.bad_loss
+            if known.drops:
+                known.dropped = message.dropped(verdict.rows)
             if exchange.measured:
                 known.norm = verdict.norm
+            refusal, known.refusal = known.refusal, None
+            if refusal is not None and not bool(verdict.disputed):  # or it is all ranks' error
+                raise RuntimeError(refusal)
         flags = known.entry["found_inf_per_device"]
         if device in flags and len(flags) == 1:
             return flags[device]
         found = grads.combine(flags.values(), device)
         return self.scale.zero if found is None else found
 
+    def refuse(self, known: OptimizerStep, why: str) -> None:
+        """Raise ``why``; where several ranks decide, in the next agreement: they may have found
+        no fault, and would wait for this one."""
+        if self.agreement.ranks is None:
+            raise RuntimeError(why)
+        known.refusal = why
+
+    def found_by_all(self, known: OptimizerStep) -> Tensor:
+        """The same for who looks between ``unscale_`` and ``step``, on all ranks alike."""
+        if known.entry["stage"] is OptState.UNSCALED:
+            self.ask(known)
+        return self.found(known)
+
     def _settle(self, exchange: message.Exchange) -> message.Verdict:
         try:
             return self.agreement.settle(exchange)
         except RuntimeError:
             self.steps.entries.clear()
+            self.losses.end_iteration()
             raise
 
     def overflow_counts(self, required: bool = False) -> tuple[Tensor, Tensor]:
@@ -284,6 +335,11 @@ class GradCheck:
         float32 each."""
         if self.scale.scale is None or self.scale.counts is None:
             self.scale.require("update")
+        if self.agreement.ranks is not None:
+            for known in self.steps.unasked():
+                self.ask(known)
+                self.found(known)
+        # By now no agreement is under way, which could bring more that was dropped.
         checked, dropped = self.steps.checked(), self.steps.dropped()
         flags = [(self.found(known), known.bad_loss) for known in checked] + dropped
         if required and not flags:
@@ -335,7 +391,7 @@ class GradCheck:
             exchange = self.agreement.propose_norm(self._squares(optimizer, device), settings)
         else:
             squares = self._squares(optimizer, self.scale.device)
-            exchange = self.propose(self.found(known), known.bad_loss, squares)
+            exchange = self.propose(known, self._found_here(known), squares)
         return self._settle(exchange).norm
 
     def clip_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:

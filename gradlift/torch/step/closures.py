@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.grads import parameters
+from gradlift.torch.step.step_call import StepCall
 from gradlift.troubleshooting import see
 
 Closure = Callable[[], Any]
@@ -47,31 +47,19 @@ class ClosureStep:
     """One ``step`` with a closure.
 
     Args:
-        check: the scaler's.
-        optimizer: what steps.
+        call: without the closure.
         closure: the user's.
-        unscale: the scaler's ``unscale_``.
-        max_norm: to clip to, or None.
         retries: how often to evaluate again at a lowered scale.
     """
 
-    def __init__(
-        self,
-        check: GradCheck,
-        optimizer: torch.optim.Optimizer,
-        closure: Closure,
-        *,
-        unscale: Callable[[torch.optim.Optimizer], None],
-        max_norm: float | None,
-        retries: int,
-    ) -> None:
-        self._check, self._optimizer, self._closure = check, optimizer, closure
-        self._unscale, self._max_norm, self._retries = unscale, max_norm, retries
+    def __init__(self, call: StepCall, closure: Closure, retries: int) -> None:
+        self._call, self._check, self._optimizer = call, call.check, call.optimizer
+        self._closure, self._retries = closure, retries
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self) -> Any:
         """What ``optimizer.step(closure)`` returns, or None when the step was skipped."""
         optimizer, steps = self._optimizer, self._check.steps
-        if steps.of(optimizer).entry["stage"] is OptState.UNSCALED:
+        if self._call.known.entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "step() with a closure evaluates and unscales the gradients itself; do not call "
                 "unscale_() before it, and pass max_norm= to clip"
@@ -96,7 +84,7 @@ class ClosureStep:
 
         snapshot = None if _evaluates_once(optimizer) else _Snapshot(optimizer)
         try:
-            return optimizer.step(again, *args, **kwargs)
+            return optimizer.step(again, *self._call.args, **self._call.kwargs)
         except _Overflow:
             assert snapshot is not None, "a single-evaluation optimizer evaluated twice"
             snapshot.restore(optimizer)
@@ -133,19 +121,20 @@ class ClosureStep:
         known = self._check.steps.of(optimizer)
         known.entry["stage"] = OptState.READY
         known.in_step, known.is_reported = True, False
-        self._unscale(optimizer)
+        self._call.unscale(optimizer)
+        self._check.ask(known)
+        outcome = self._check.outcome
+        outcome.found_inf = self._check.found(known)
         if not known.entry["found_inf_per_device"]:
             raise AssertionError(
                 "No inf checks were recorded for this optimizer."
                 + see("no-inf-checks-were-recorded")
             )
-        outcome = self._check.outcome
-        outcome.found_inf = self._check.found(known)
         overflow = outcome.known_skip = bool(outcome.found_inf)
         if overflow:
             self._check.end_known_skip(optimizer, known)
-        elif self._max_norm is not None:
-            self._check.clip_(optimizer, self._max_norm)
+        elif self._call.max_norm is not None:
+            self._check.clip_(optimizer, self._call.max_norm)
         return loss, overflow
 
     def _lower(self) -> bool:

@@ -83,9 +83,9 @@ class DeviceScale:
 
     # How it moves.
 
-    def update_(self, found_inf: Tensor, bad_loss: Tensor) -> None:
+    def update_(self, found_inf: Tensor, bad_loss: Tensor) -> list[int] | None:
         """Let the policy choose the next scale; see ``update.update_``."""
-        update_(self.policy, self.require("update"), self.counts, found_inf, bad_loss)  # type: ignore[arg-type]
+        return update_(self.policy, self.require("update"), self.counts, found_inf, bad_loss)  # type: ignore[arg-type]
 
     def set_(self, new_scale: Any, found_inf: Tensor, device_type: str) -> None:
         """Set the scale to what the user gave to ``update()``, and count the step.
@@ -153,6 +153,11 @@ class DeviceScale:
         self.policy = replace(self.policy, **{name: value})
 
     # What the host may know.
+
+    def arrived_counts(self) -> list[int] | None:
+        """The counters, if they have reached the host."""
+        assert self.counts is not None
+        return self.readback.tick(self.counts)
 
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""

@@ -17,14 +17,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.step import grads
-from gradlift.torch.step.check import GradCheck, Unscale
-from gradlift.torch.step.optimizer_step import OptimizerStep
 from gradlift.torch.step.readback import capturing
+from gradlift.torch.step.step_call import StepCall
 from gradlift.torch.two_pass.two_pass import TwoPassStep
 from gradlift.troubleshooting import warn
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""For ``optimizer.step``."""
 
 SCALER_AS_ARGUMENT = (
     "gradlift: step(grad_scaler=...) of an optimizer is a convention that torch is giving up: read "
@@ -36,20 +32,14 @@ def supports(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def run(
-    check: GradCheck,
-    optimizer: torch.optim.Optimizer,
-    known: OptimizerStep,
-    max_norm: float | None,
-    arguments: Arguments,
-    unscale_grads: Unscale,
-) -> Any:
+def run(call: StepCall) -> Any:
     """Check, clip and step an optimizer that ``supports`` this."""
+    check, optimizer, known, max_norm = call[:4]
     grad_scale = None
     if known.entry["stage"] is OptState.READY:
-        known.needs_norm = max_norm is not None
-        check.run(optimizer, known, check.scale.one, True, unscale_grads)
+        check.run(optimizer, known, check.scale.one, True, call.unscale_grads)
         grad_scale = check.scale.scale
+    check.ask(known, None if max_norm is None else optimizer)
     found = check.outcome.found_inf = check.found(known)
     if max_norm is not None:
         coefficient = check.clip_coefficient(optimizer, max_norm, grad_scale)
@@ -57,29 +47,25 @@ def run(
             grads.multiply_(grads.collect(optimizer, True), coefficient)
         else:
             grad_scale = grad_scale / coefficient
-    result = step(optimizer, grad_scale, found, *arguments)
+    result = step(optimizer, grad_scale, found, call.args, call.kwargs)
+    if grad_scale is not None and not torch.compiler.is_compiling():
+        check.made_true(optimizer, unless=found)
     if check.clears:
         grads.zero_where_(grads.collect(optimizer, True), found)
     return result
 
 
-def run_with_scaler(
-    check: GradCheck,
-    optimizer: torch.optim.Optimizer,
-    known: OptimizerStep,
-    max_norm: float | None,
-    arguments: Arguments,
-    scaler: Any,
-) -> Any:
+def run_with_scaler(call: StepCall, scaler: Any) -> Any:
     """Step an optimizer that takes the scaler itself, and checks its gradients by it."""
+    check, optimizer, known, max_norm = call[:4]
     if max_norm is not None:
         raise ValueError(
             f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
             "call unscale_() and clip_grad_norm_() before step()"
         )
     warn(SCALER_AS_ARGUMENT, "step-of-an-optimizer-with-grad_scaler", FutureWarning, stacklevel=4)
-    args, kwargs = arguments
-    result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    result = optimizer.step(*call.args, **{**call.kwargs, "grad_scaler": scaler})
+    check.ask(known)
     check.outcome.found_inf = check.found(known)
     return result
 

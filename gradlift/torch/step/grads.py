@@ -140,10 +140,9 @@ def unscale_and_check_(
 
 
 def _scale_and_flag_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    fused = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
-    if fused is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         try:
-            fused(grads, found_inf, inv_scale)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
             return
         except NotImplementedError:  # bfloat16 on CUDA in some releases
             pass

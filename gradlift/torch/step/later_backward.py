@@ -94,22 +94,19 @@ def loss_was_scaled(check: GradCheck) -> None:
         if optimizer is None:
             continue
         if all(param.grad is None for param in parameters(optimizer)):
-            known.begin_anew(check.found(known))
+            known.begin_anew(check.found(known))  # this rank's: the next step asks the others
         elif known.watch is None:
             known.watch = Watch(optimizer)
 
 
 def before_use(check: GradCheck, known: OptimizerStep) -> None:
-    """Unscaled gradients are about to be used: begin anew if a later backward pass made them.
-
-    Raises:
-        RuntimeError: they are of both kinds.
-    """
+    """Unscaled gradients are about to be used: begin anew if a later backward pass made them, and
+    refuse them if they are of both kinds."""
     if known.watch is None or known.entry["stage"] is not OptState.UNSCALED:
         return
     verdict = known.watch.verdict()
     if verdict == MIXED:
-        raise RuntimeError(_MIXED_REFUSED + see("gradients-partly-scaled-and-partly-not"))
+        check.refuse(known, _MIXED_REFUSED + see("gradients-partly-scaled-and-partly-not"))
     if verdict == FRESH:
         known.begin_anew(check.found(known))
 

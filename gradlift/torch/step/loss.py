@@ -23,9 +23,12 @@ class LossFlags:
     """The flags of the losses that the next step answers for."""
 
     def __init__(self) -> None:
-        self._flag: Tensor | None = None
-        self._unseen: Tensor | None = None
-        self._taken = False
+        self.flag: Tensor | None = None
+        """0-d float32, 1.0 where a loss was not finite; None before any was looked at."""
+        self.unseen: Tensor | None = None
+        """The one loss that the device has yet to look at."""
+        self.taken = False
+        """Set by the step that answers for them: the next loss begins anew."""
         self.in_closure = False
         self.outside = False
         """Whether a loss was scaled outside a closure since the last update: its gradients carry
@@ -43,7 +46,7 @@ class LossFlags:
             return
         self.seen = True
         self.outside = self.outside or (output.requires_grad and not self.in_closure)
-        if self._taken:
+        if self.taken:
             self.reset()
         if not output.is_floating_point():
             return
@@ -54,38 +57,32 @@ class LossFlags:
         if self.keeps_total:
             summed = moved_to(value.detach().float().sum(), device)
             self.total = summed if self.total is None else self.total + summed
-        if self._flag is None and self._unseen is None and _can_wait(value, device):
-            self._unseen = value.detach()
+        if self.flag is None and self.unseen is None and _can_wait(value, device):
+            self.unseen = value.detach()
             return
         self._look(device)
         self._add(value.detach(), device)
 
-    def take(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the step at hand answers for: a flag, 0-d float32 and 1.0 where a loss was not
-        finite, or one loss that the device has yet to look at; neither where nothing applies."""
-        self._taken = True
-        return self._flag, self._unseen
-
     def look(self) -> Tensor | None:
         """The flag, computed now if it was not yet."""
-        if self._unseen is not None:
-            self._look(self._unseen.device)
-        return self._flag
+        if self.unseen is not None:
+            self._look(self.unseen.device)
+        return self.flag
 
     def _look(self, device: torch.device) -> None:
-        if self._unseen is not None:
-            self._add(self._unseen, device)
-            self._unseen = None
+        if self.unseen is not None:
+            self._add(self.unseen, device)
+            self.unseen = None
 
     def _add(self, value: Tensor, device: torch.device) -> None:
         flag = _not_finite(value)
         if flag.device != device:
             flag = moved_to(flag, device)
-        self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
+        self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
 
     def reset(self) -> None:
-        self._flag = self._unseen = None
-        self._taken = False
+        self.flag = self.unseen = None
+        self.taken = False
 
     def end_iteration(self) -> None:
         """The scale may have changed: nothing seen so far counts any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ class OptimizerStep:
     """0-d float64: the norm over all ranks of the gradients as they were checked."""
     in_step: bool = False
     """Whether the check is part of ``step``, where the flag is read right after it."""
-    needs_norm: bool = False
-    """Whether the agreement shall bring the norm."""
     is_reported: bool = False
     """Whether the overflow report has seen these gradients."""
     needs_largest: bool = False
@@ -44,12 +42,19 @@ class OptimizerStep:
     """Whose gradients lie unscaled."""
     watch: Any = None
     """Looks after them, see ``later_backward``."""
-    dropped: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    """Flags, of gradients and of losses, of what was unscaled and then dropped; 0-d float32."""
+    drops: int = 0
+    """How often gradients were unscaled and then dropped; equal on all ranks."""
+    dropped: tuple[Tensor, Tensor] | None = None
+    """How many of these had an inf or a NaN, and how many a bad loss; 0-d float32."""
+    refusal: str | None = None
+    """An error that waits until the other ranks have heard of it."""
 
     def begin_anew(self, found_inf: Tensor) -> None:
         """As before ``unscale_``; an overflow in what is dropped still counts in ``update``."""
-        self.dropped.append((found_inf, self.bad_loss))
+        bad_loss = torch.zeros_like(found_inf) if self.bad_loss is None else self.bad_loss
+        found, bad = self.dropped or (torch.zeros_like(found_inf),) * 2
+        self.dropped = found + found_inf, bad + bad_loss
+        self.drops += 1
         self.entry.update(fresh_entry())
         self.bad_loss = self.norm = self.optimizer = self.watch = None
         self.is_reported = False
@@ -89,9 +94,19 @@ class OptimizerSteps:
         """Those whose gradients lie unscaled."""
         return [step for step in self._current() if step.entry["stage"] is OptState.UNSCALED]
 
-    def dropped(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The flags of all that was dropped."""
-        return [flags for step in self._current() for flags in step.dropped]
+    def dropped(self) -> list[tuple[Tensor, Tensor]]:
+        """What was found in all that was dropped."""
+        return [step.dropped for step in self._current() if step.dropped is not None]
+
+    def unasked(self) -> list[OptimizerStep]:
+        """Those that unscaled gradients without a step."""
+        stepped = OptState.STEPPED
+        return [
+            step
+            for step in self._current()
+            if step.entry["stage"] is not stepped
+            and (step.drops or step.entry["stage"] is OptState.UNSCALED)
+        ]
 
     def _current(self) -> list[OptimizerStep]:
         return [step for key, step in self._steps.items() if self.entries.get(key) is step.entry]

@@ -23,19 +23,16 @@ class Outcome:
         """What the step was asked to clip to."""
         self.slow_step_reason: str | None = None
         """Why the last step with ``max_norm`` could not take the two-pass way; None if it did."""
-        self._by_optimizer: WeakKeyDictionary[Any, tuple[Tensor | None, bool | None]] = (
+        self.by_optimizer: WeakKeyDictionary[Any, tuple[Tensor | None, bool | None]] = (
             WeakKeyDictionary()
         )
-
-    def keep_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """The latest step was this optimizer's."""
-        self._by_optimizer[optimizer] = self.found_inf, self.known_skip
+        """``found_inf`` and ``known_skip`` of each optimizer's latest step."""
 
     def skip_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | bool | None:
         """Whether the last step of ``optimizer`` (of any, for None) was skipped: on the host if it
         knows, else 0-d bool on the device; None before any step."""
         latest = self.found_inf, self.known_skip
-        found, known = latest if optimizer is None else self._by_optimizer.get(optimizer, latest)
+        found, known = latest if optimizer is None else self.by_optimizer.get(optimizer, latest)
         if known is not None:
             return known
         return None if found is None else found > 0

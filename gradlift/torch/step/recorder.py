@@ -28,6 +28,7 @@ from gradlift.plan.histogram import Histogram
 from gradlift.plan.key import Key
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
 from gradlift.report.writers import Writer, writer_for
+from gradlift.torch.ranks import groups
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport
@@ -257,8 +258,7 @@ def open_recorder(
 def _for_this_rank(target: Any) -> Any:
     """Ranks that share a file would write over each other: rank 0 writes, unless the path says
     ``{rank}``."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else 0
+    rank = torch.distributed.get_rank() if groups.initialized() else 0
     if isinstance(target, (str, os.PathLike)):
         path = os.fspath(target)
         if "{rank}" in path:

@@ -27,7 +27,7 @@ COUNTS = 5
 
 def update_(
     policy: Policy, state: ScaleState, counts: Tensor, found_inf: Tensor, bad_loss: Tensor
-) -> None:
+) -> list[int] | None:
     """Move ``state`` and ``counts`` to the next step, in place, without a sync.
 
     Args:
@@ -37,25 +37,30 @@ def update_(
             updates with a loss that was not finite, updates.
         found_inf: 0-d float32 there: how many optimizers found an inf or a NaN.
         bad_loss: 0-d float32 there: how many of them had a loss that was not finite.
+
+    Returns:
+        ``counts``, where the host knows them at once.
     """
     device = counts.device
     if torch.compiler.is_compiling():
         _update_with_where_(policy, state, counts, found_inf, bad_loss)
     elif device.type == "cpu":
-        _update_in_python_(policy, state, counts, found_inf, bad_loss)
+        return _update_in_python_(policy, state, counts, found_inf, bad_loss)
     elif device.type in ("cuda", "xpu") and has_triton():
         _launch(device)(*state, counts, found_inf, bad_loss, _numbers(policy, device))
     else:
         _update_with_where_(policy, state, counts, found_inf, bad_loss)
+    return None
 
 
 def _update_in_python_(
     policy: Policy, state: ScaleState, counts: Tensor, found_inf: Tensor, bad_loss: Tensor
-) -> None:
+) -> list[int]:
     found, bad = found_inf.item(), bad_loss.item()
     before = ScaleState(*(value.item() for value in state))
     after = next_state(policy, before, found > 0, loss_finite=found > bad)
-    tally = counts.tolist()
+    counted = counts.tolist()
+    tally = list(counted)
     tally[SKIPPED] += int(found)
     tally[CONSECUTIVE] = tally[CONSECUTIVE] + 1 if found > 0 else 0
     # Patience left below 1 tells that this overflow was to lower the scale.
@@ -65,7 +70,11 @@ def _update_in_python_(
     tally[UPDATES] += 1
     for tensor, value in zip(state, after, strict=True):
         tensor.fill_(value)
-    counts.copy_(torch.tensor(tally, dtype=torch.int32, device="cpu"))
+    # Most of them stay as they are, and a new tensor would take longer than all the rest.
+    for place, (old, new) in enumerate(zip(counted, tally, strict=True)):
+        if new != old:
+            counts[place].fill_(new)
+    return tally
 
 
 def _update_with_where_(

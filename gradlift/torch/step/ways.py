@@ -9,7 +9,6 @@ optimizer's flag in its entry, for ``update``, and the outcome, for whoever asks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,76 +16,55 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.step import closures, fused, grads
-from gradlift.torch.step.check import GradCheck, Unscale
-from gradlift.torch.step.fused import Arguments
-from gradlift.torch.step.optimizer_step import OptimizerStep
+from gradlift.torch.step.check import GradCheck
+from gradlift.torch.step.step_call import StepCall
 from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.two_pass import TwoPassStep
 from gradlift.troubleshooting import see
 
 
-def step(
-    check: GradCheck,
-    optimizer: torch.optim.Optimizer,
-    known: OptimizerStep,
-    max_norm: float | None,
-    arguments: Arguments,
-    *,
-    unscale: Callable[[torch.optim.Optimizer], None],
-    unscale_grads: Unscale,
-    scaler: Any,
-) -> Any:
+def step(call: StepCall, scaler: Any) -> Any:
     """Step without a closure, in the fastest way that serves.
 
     Args:
-        check: the scaler's.
-        optimizer: what steps.
-        known: what is known of it.
-        max_norm: to clip to, or None.
-        arguments: for ``optimizer.step``.
-        unscale: the scaler's ``unscale_``.
-        unscale_grads: the scaler's ``_unscale_grads_``.
+        call: what to step.
         scaler: handed to an optimizer whose ``step`` takes it.
 
     Returns:
         What ``optimizer.step`` returned, or None if the step was skipped.
     """
     if torch.compiler.is_compiling():
-        return traced(check, optimizer, known, max_norm, unscale, unscale_grads)
-    limit = max_norm
-    if limit is None and check.watcher is not None and known.entry["stage"] is OptState.READY:
+        return traced(call)
+    check, optimizer, limit = call.check, call.optimizer, call.max_norm
+    if limit is None and check.watcher is not None and call.known.entry["stage"] is OptState.READY:
         # Its first pass gives the largest gradients, which would cost a pass of their own.
         on_gpu = check.scale.device.type == "cuda"
         limit = math.inf if on_gpu and check.watcher.prefers_two_passes(optimizer) else None
     # Without max_norm the plain scaler leaves them: torch's numbers come out bit for bit only in
     # torch's own way.
-    if limit is not None and not any(arguments) and can_take_two_passes(check, optimizer):
-        return two_passes(check, optimizer, known, limit, max_norm)
+    plain_call = not call.args and not call.kwargs
+    if limit is not None and plain_call and can_take_two_passes(check, optimizer):
+        return two_passes(call, limit)
     if not fused.supports(optimizer):
-        return plain(check, optimizer, known, max_norm, arguments, unscale)
+        return plain(call)
     if fused.takes_scaler(type(optimizer)):
-        return fused.run_with_scaler(check, optimizer, known, max_norm, arguments, scaler)
-    return fused.run(check, optimizer, known, max_norm, arguments, unscale_grads)
+        return fused.run_with_scaler(call, scaler)
+    return fused.run(call)
 
 
-def plain(
-    check: GradCheck,
-    optimizer: torch.optim.Optimizer,
-    known: OptimizerStep,
-    max_norm: float | None,
-    arguments: Arguments,
-    unscale: Callable[[torch.optim.Optimizer], None],
-) -> Any:
+def plain(call: StepCall) -> Any:
     """An optimizer that cannot skip by itself: the host waits for the flag."""
+    check, optimizer, known, max_norm = call[:4]
     if known.entry["stage"] is OptState.READY:
-        known.in_step, known.needs_norm = True, max_norm is not None
-        unscale(optimizer)
+        known.in_step = True
+        call.unscale(optimizer)
+    check.ask(known, None if max_norm is None else optimizer)
+    outcome = check.outcome
+    outcome.found_inf = check.found(known)
     if not known.entry["found_inf_per_device"]:
         raise AssertionError(
             "No inf checks were recorded for this optimizer." + see("no-inf-checks-were-recorded")
         )
-    outcome = check.outcome
-    outcome.found_inf = check.found(known)
     clip = None if max_norm is None else check.clip_coefficient(optimizer, max_norm)
     # The one sync, where nothing skips by itself.
     outcome.known_skip = bool(outcome.found_inf)
@@ -95,25 +73,20 @@ def plain(
         return None
     if clip is not None:
         grads.multiply_(grads.collect(optimizer, True), clip)
-    return optimizer.step(*arguments[0], **arguments[1])
+    return optimizer.step(*call.args, **call.kwargs)
 
 
-def traced(
-    check: GradCheck,
-    optimizer: torch.optim.Optimizer,
-    known: OptimizerStep,
-    max_norm: float | None,
-    unscale: Callable[[torch.optim.Optimizer], None],
-    unscale_grads: Unscale,
-) -> Any:
+def traced(call: StepCall) -> Any:
     """Inside ``torch.compile``, where nothing can branch on a flag."""
     # Imported here: it needs torch's compiler, which takes seconds to import.
     from gradlift.torch.step import traced as traced_step
 
+    check, optimizer, known, max_norm = call[:4]
     if fused.supports(optimizer) and not traced_step.is_stock(optimizer):
-        return fused.run(check, optimizer, known, max_norm, ((), {}), unscale_grads)
+        return fused.run(call)
     if known.entry["stage"] is OptState.READY:
-        unscale(optimizer)
+        call.unscale(optimizer)
+    check.ask(known)
     found = check.outcome.found_inf = check.found(known)
     if max_norm is not None:
         check.clip_(optimizer, max_norm)
@@ -127,10 +100,10 @@ def disabled(
     check: GradCheck,
     optimizer: torch.optim.Optimizer,
     max_norm: float | None,
-    arguments: Arguments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """A scaler that is off: ``optimizer.step``, clipped if asked to."""
-    args, kwargs = arguments
     closure, rest, rest_kwargs = closures.split(args, kwargs)
     if max_norm is None:
         return optimizer.step(*args, **kwargs)
@@ -162,22 +135,15 @@ def can_take_two_passes(check: GradCheck, optimizer: torch.optim.Optimizer) -> b
     return reason is None
 
 
-def two_passes(
-    check: GradCheck,
-    optimizer: torch.optim.Optimizer,
-    known: OptimizerStep,
-    limit: float,
-    max_norm: float | None,
-) -> None:
+def two_passes(call: StepCall, limit: float) -> None:
     """Check and norm in one pass; clip, unscale and update in another.
 
     Args:
-        check: the scaler's.
-        optimizer: one that ``can_take_two_passes``.
-        known: what is known of it.
+        call: of an optimizer that ``can_take_two_passes``; without ``max_norm`` nobody asked for
+            the norm.
         limit: what to clip to, ``math.inf`` not to.
-        max_norm: what the user asked for; None if nobody asked for the norm.
     """
+    check, optimizer, known, max_norm = call[:4]
     passes = TwoPassStep.of(optimizer)
     ranks, outcome = check.agreement.ranks, check.outcome
     known.in_step = True
@@ -185,14 +151,15 @@ def two_passes(
     if unscaled:
         scale, found = check.scale.one, check.found(known).clone()
     else:
+        check.begin(optimizer)
         scale = check.scale.require("step").scale
         known.bad_loss = check.bad_loss()
         found = (check.scale.zero if known.bad_loss is None else known.bad_loss).clone()
-    # After unscale_ the ranks have agreed already: what one of them finds now it must not
-    # act on alone.
-    agreed = unscaled and ranks is not None
+    # An inf that was written after unscale_ is the user's affair: what counts is the check.
     watcher = check.watcher
-    measured = passes.measure(scale, found.clone() if agreed else found, amax=watcher is not None)
+    measured = passes.measure(
+        scale, found.clone() if unscaled and ranks is not None else found, amax=watcher is not None
+    )
     if watcher is not None and measured.amax is not None and not unscaled:
         watcher.see_rows(optimizer, measured.amax)
     norm = measured.norm
@@ -220,7 +187,7 @@ def _agree_on_norm(
     known, squares = check.steps.of(optimizer), None
     if wanted:
         squares = check.agreement.ownership.squares_of(optimizer, measured.sumsq)
-    known.exchange = check.propose(found, known.bad_loss, squares)
+    known.exchange = check.propose(known, found, squares)
     found = check.found(known)
     if known.norm is None:
         return found, measured.norm
