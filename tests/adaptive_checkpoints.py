@@ -20,8 +20,7 @@ CASES = ("ddp zhao2019 own", "fsdp2 range own", "ddp range same", "fsdp2 range s
 STEPS = 22
 AFTER = 6
 """Steps that are taken from a checkpoint on."""
-OVERFLOW = 12
-"""Not where a probe of the search is under way, which a checkpoint leaves out."""
+OVERFLOW = 11
 
 
 class Run:
@@ -97,17 +96,21 @@ def whole_run(case, rank, folder):
     That is: at once, right after an overflow, with a probe under way, and without.
     """
     run, steps = started(case, rank), []
-    saved = {"early": 0, "overflow": OVERFLOW}
+    saved, probes = {"early": 0, "overflow": OVERFLOW}, {}
     for step in range(STEPS):
         steps.append(run.step())
+        pending = [each.unshared for each in controller_of(run.scaler).pending]
+        under_way = any(pending)
+        if under_way:
+            # Steps until it is taken in; a run from the checkpoint has to take it again.
+            probes[step] = pending.index(True)
         if OVERFLOW < step < STEPS - AFTER:
-            under_way = any(pending.unshared for pending in controller_of(run.scaler).pending)
             saved.setdefault("probe" if under_way else "quiet", step)
         if step in saved.values():
             run.save(folder / case / str(step))
     skipped = run.scaler.skipped_steps
     run.scaler.close()
-    return {"steps": steps, "saved": saved, "skipped": skipped}
+    return {"steps": steps, "saved": saved, "skipped": skipped, "probes": probes}
 
 
 def started(case, rank):
