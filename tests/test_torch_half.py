@@ -188,6 +188,7 @@ def test_the_plan_serves_fp16_gradients_at_the_global_scale(monkeypatch):
     truth = Loud().half().float()
     truth(X.float()).sum().backward()
     true = list(truth.parameters())[1].grad
+    assert true is not None
 
     def error():
         difference = grads[1].float() / scaler.get_scale() - true
