@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from gradlift.torch.forward.cause import Cause
@@ -298,3 +299,29 @@ def test_a_cause_says_all_that_is_known():
     for part in ("blocks.0.mlp.down", "float16", "10x8", "inf of 80 elements", "inputs of up to"):
         assert part in told
     assert cause.to_dict()["sentence"] == told
+
+
+def test_while_a_step_is_watched_no_tensor_is_taken_for_another_that_is_gone():
+    """Tensors are known by the addresses of their storages, which are given out again."""
+    watch, x = StepWatch(), torch.ones(8)
+    watch.start()
+    try:
+        made = [x * 2.0 for _ in range(200)]
+        gone = {tensor.untyped_storage()._cdata for tensor in made}
+        made.clear()
+        new = [torch.frombuffer(bytearray(32), dtype=torch.float32) for _ in range(400)]
+        assert not gone & {tensor.untyped_storage()._cdata for tensor in new}
+    finally:
+        watch.stop()
+
+
+def test_the_memory_of_a_watched_step_is_let_go():
+    watch, x = StepWatch(), torch.ones(8)
+    watch.start()
+    try:
+        made = x * 2.0
+        weak = StorageWeakRef(made.untyped_storage())
+        del made
+        assert weak.expired()
+    finally:
+        watch.stop()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +73,7 @@ class StepWatch:
         self._stance: Any = None
         self._noted: list[_Noted] = []
         self._writers: dict[int, tuple[int, int]] = {}
+        self._held: dict[int, StorageWeakRef] = {}
         self._numbers: dict[torch.device, list[Tensor]] = {}
         self._stack: list[tuple[str, int]] = []
         self._calls: list[tuple[int, int, str]] = []
@@ -197,7 +199,15 @@ class StepWatch:
         for tensor in written:
             self._writers.pop(_key(tensor), None)
         for output, tensor in enumerate(floats):
-            self._writers[_key(tensor)] = index, output
+            self._wrote(tensor, index, output)
+
+    def _wrote(self, tensor: Tensor, index: int, output: int) -> None:
+        storage = _storage(tensor)
+        key = id(tensor) if storage is None else storage._cdata
+        self._writers[key] = index, output
+        if storage is not None and key not in self._held:
+            # Its memory may go, but no other storage can have its address while it is known by it.
+            self._held[key] = StorageWeakRef(storage)
 
     def _read(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
         """Who wrote these; what nobody wrote in this step is noted as it is."""
@@ -208,7 +218,7 @@ class StepWatch:
             key = _key(tensor)
             if key not in self._writers:
                 source, name = self._tensors.get(key, ("input", ""))
-                self._writers[key] = len(self._noted), 0
+                self._wrote(tensor, len(self._noted), 0)
                 self._noted.append(
                     _Noted(name, self._module_now(), (self._measured(tensor),), source=source)
                 )
@@ -314,10 +324,15 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _key(tensor: Tensor) -> int:
     """The storage of a tensor; a tensor without one is known by itself."""
+    storage = _storage(tensor)
+    return id(tensor) if storage is None else storage._cdata
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
-        return _plain(tensor).untyped_storage()._cdata
+        return _plain(tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return id(tensor)
+        return None
 
 
 def _is_float(tensor: Tensor) -> bool:
