@@ -5,7 +5,7 @@ import pytest
 from gradlift.formats import get
 from gradlift.plan.bounds import Bounds, OutOfSight, find_bounds
 from gradlift.plan.histogram import Histogram
-from gradlift.plan.potential import MAX_EXPONENT, Interval
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
 
 FP16 = get("float16")
 
@@ -57,3 +57,34 @@ def test_an_upper_end_is_raised_out_of_what_is_reserved_first():
     assert bounds.raised(4) == bounds
     assert bounds.raised(7) == Bounds(Interval(0, 7), reserved=1)
     assert bounds.raised(9) == Bounds(Interval(0, 9), reserved=0)
+
+
+# By its share in a parameter's gradient.
+
+
+def of_share(share, *counts, zeros=0, dark=0, floor=-24):
+    seen = Histogram(counts, zeros, 0, floor, 15, dark=dark, share=share)
+    return find_bounds(seen, FP16, tolerance=1e-3, headroom=3)
+
+
+def test_what_is_small_in_a_small_share_may_go():
+    tail = (-20, 6), (-10, 1)  # the first are 0.6% of the magnitude
+    assert of_share(1.0, *tail).interval.low == FP16.min_subnormal + 20
+    assert of_share(0.1, *tail).interval.low == FP16.min_subnormal + 10
+
+
+def test_a_small_share_keeps_fewer_digits():
+    lows = [of_share(share, (-10, 100)).interval.low for share in (1.0, 0.25, 0.1)]
+    assert lows == [FP16.min_subnormal + 10 + digits for digits in (3, 1, 0)]
+
+
+def test_a_share_below_the_tolerance_asks_for_nothing():
+    assert of_share(5e-4, (-10, 100)).interval.low == MIN_EXPONENT
+    assert of_share(5e-4, zeros=9, dark=1).out_of_sight is None
+    assert of_share(1.0, zeros=9, dark=1).out_of_sight is OutOfSight.ONLY_ZEROS
+
+
+def test_what_may_have_been_flushed_of_a_small_share_is_not_looked_for():
+    near = (-24, 20), (-17, 1)  # an eighth of the magnitude just above what is out of sight
+    assert of_share(1.0, *near, zeros=9).out_of_sight is OutOfSight.LOWEST_OCTAVE
+    assert of_share(0.01, *near, zeros=9).out_of_sight is None
