@@ -375,7 +375,64 @@ def test_leaves_that_must_not_wait(why, products):
         return [*grads_of(model), *found]
 
     same(step(engine), step(None))
-    assert products == {"a gradient": [], "inputs": []}.get(why, [3])
+    assert products == []
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["leaf", "leaf, later", "leaf, armed before", "input", "output", "output's node", "node"],
+)
+def test_a_hook_anywhere_may_read_the_gradients_of_all_leaves(where, products):
+    model = Net()
+    # Behind the active cut; its gradients are there when the hooks run.
+    read, first = model.layers[1], model.layers[0].weight
+    seen = []
+
+    def look(*_):
+        seen.extend(parameter.grad.clone() for parameter in read.parameters())
+
+    def step(model):
+        x = X.clone().requires_grad_(where == "input")
+        loss = loss_of(model, x)
+        if where == "input":
+            x.register_hook(look)
+        elif where == "output":
+            model.outputs[0].register_hook(look)
+        elif where == "output's node":
+            model.outputs[0].grad_fn.register_hook(look)
+        return loss
+
+    def hooked():
+        if where.startswith("leaf"):
+            register = first.register_hook
+            if where == "leaf, later":
+                register = first.register_post_accumulate_grad_hook
+            return register(look)
+        return None
+
+    if where == "node":
+        kept = first.view_as(first).grad_fn.next_functions[0][0]
+        kept.register_hook(look)
+
+    def observed(engine):
+        seen.clear()
+        model.zero_grad()
+        handle = None if where == "leaf, armed before" else hooked()
+        scaled = step(model) * SCALE
+        if engine is not None:
+            engine.arm(scaled)
+        handle = handle or hooked()
+        scaled.backward()
+        if handle is not None:
+            handle.remove()
+        return [*grads_of(model), *seen]
+
+    engine = following(model, step=step)
+    found = observed(engine)
+    assert engine.active
+    assert len(found) == 10
+    same(found, observed(None))
+    assert products == []
 
 
 def test_gradients_that_share_memory_are_multiplied_once_each(products):

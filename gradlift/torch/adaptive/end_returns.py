@@ -9,8 +9,10 @@ component's exponent, and a few ``_foreach_mul_`` bring all of them back in the 
     end     one product for each device, dtype and exponent
 
 A leaf may wait if its gradient is made by one node, in this pass, and in no other: it has none yet,
-the pass goes over one armed graph alone and was asked for all gradients, nothing is hooked on the
-leaf, there are no ranks, and no Function in the graph could start a pass of its own. A second pass
+the pass goes over one armed graph alone and was asked for all gradients, there are no ranks, and no
+Function in the graph could start a pass of its own. And nobody looks while it waits: a hook on any
+leaf, or at a module's output, may read the gradients of all (a block's optimizer that steps when
+the block's first gradient has come), so with one in the graph none waits. A second pass
 that adds to the same gradient all the same (started by a hook, or in another thread) shows in the
 gradient's version. One that autograd has only put there has version 0; if it had to copy it, 1, and
 then the numbers of passes tell whether there was another. What cannot be told apart is made NaN, so
@@ -85,37 +87,47 @@ class EndReturns:
 
     def __init__(self) -> None:
         self.alone: dict[int, bool] = {}
-        """By id of the leaf, whether its gradient comes as it is, and nothing hooks its node."""
+        """By id of the leaf, whether its gradient comes as it is, and no hook was in its graph."""
         self._open: list[_End] = []
         """Of passes under way."""
         self._off = False
 
     def may_wait(self, found: Walk, linear: frozenset[type]) -> list[bool]:
         """For each edge into a leaf, whether the leaf may wait as far as the graph tells."""
-        if self._off or any(not_linear(node, linear) for node in found.functions):
-            return [False] * len(found.leaves)
-        ids = list(map(id, found.leaves.leaves))
+        leaves = found.leaves.leaves
+        ids = list(map(id, leaves))
         if not self.alone.keys() >= set(ids):
             self.look_at(found)
+        if (
+            self._off
+            or found.hooked
+            or are_hooked(leaves)
+            or any(not_linear(node, linear) for node in found.functions)
+        ):
+            return [False] * len(leaves)
         alone = list(map(self.alone.__getitem__, ids))
         if not found.reused:
             return alone
         return [own and leaf not in found.reused for own, leaf in zip(alone, ids, strict=True)]
 
     def look_at(self, found: Walk) -> None:
-        """Looks for hooks on the nodes that accumulate into leaves."""
-        for node, position, leaf, _ in found.leaves.rows():
-            hooked = is_hooked(node.next_functions[position][0])
-            self.alone[id(leaf)] = not hooked and self.alone.get(id(leaf), True)
+        """Looks for hooks at outputs, and on the nodes that accumulate into leaves."""
+        edges = zip(found.leaves.nodes, found.leaves.positions, strict=True)
+        ends = (node.next_functions[position][0] for node, position in edges)
+        hooked = bool(found.hooked) or any(map(is_hooked, ends))
+        for leaf in map(id, found.leaves.leaves):
+            self.alone[leaf] = not hooked and self.alone.get(leaf, True)
 
     def begin(self, waiting: Iterable[Waiting], call: passes.Call) -> list[Waiting]:
         """Makes leaves wait for the end of the running pass; returns those that must not."""
         # Ranks may wait for gradients: DDP takes them as soon as they are there.
-        if call.inputs or groups.initialized():
-            return list(waiting)
+        waiting = list(waiting)
+        hooked = any(are_hooked(group.leaves) for group in waiting)  # since the graph was armed
+        if call.inputs or groups.initialized() or hooked:
+            return waiting
         end, refused = _End(self), list[Waiting]()
         for group in waiting:
-            if self._open or not are_unseen(group.leaves):
+            if self._open or not have_no_gradient(group.leaves):
                 refused += self._sort(group, end)
             else:
                 end.waiting.append(group)
@@ -132,7 +144,7 @@ class EndReturns:
             if before is not None and before.has(leaf, group.shift):
                 end.joined.append(before)
                 continue
-            into = kept if before is None and are_unseen([leaf]) else refused
+            into = kept if before is None and have_no_gradient([leaf]) else refused
             into.add(leaf, *edge)
         end.waiting += [kept] if kept.leaves else []
         return [refused] if refused.leaves else []
@@ -237,13 +249,13 @@ class _Once:
         self()
 
 
-def are_unseen(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether nothing can look at the leaves' gradients before a pass from now on is over.
+def are_hooked(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether a hook on one of the leaves runs during a pass, before or after its gradient."""
+    return any(map(_hooks, leaves)) or any(map(_later_hooks, leaves))
 
-    They have none yet, and nothing is hooked on them that sees one, before or after it is there.
-    """
-    if any(map(_hooks, leaves)) or any(map(_later_hooks, leaves)):
-        return False
+
+def have_no_gradient(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether all that a pass from now on brings to the leaves is all that they have."""
     return set(map(type, map(_grad, leaves))) <= {type(None)}
 
 
