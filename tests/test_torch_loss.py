@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from scaler_harness import FUSED, INF, NAN, lossy, parameter, sgd
+from torch import Tensor
 
 from gradlift.torch import GradScaler
 
@@ -149,3 +151,47 @@ def test_a_bad_loss_among_ranks_without_a_group_is_an_ordinary_overflow() -> Non
         lossy(scaler, sgd(p), p.sum() * INF)
     assert scaler.get_scale() == 4.0
     assert p.item() == 1.0
+
+
+def _grad(loss: Any, w: Tensor, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda w: loss(w, x))(w)
+
+
+def _vmap_of_grad(loss: Any, w: Tensor, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x).sum(0)
+
+
+def _grad_of_vmap(loss: Any, w: Tensor, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda w: torch.func.vmap(loss, (None, 0))(w, x).sum())(w)
+
+
+class Records(list):
+    write = list.extend
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("gradient", [_grad, _vmap_of_grad, _grad_of_vmap])
+def test_a_loss_scaled_inside_a_transform_of_torch_func(gradient: Any) -> None:
+    # Nothing that scale() keeps may be a tensor of the transform's, which is gone in step().
+    p, x, records = parameter(1.0), torch.tensor([1.0, 3.0]), Records()
+    scaler, optimizer = GradScaler("cpu", 8.0), sgd(p)
+    recorder = scaler.record_to(records)
+
+    def step() -> None:
+        p.grad = gradient(lambda w, x: scaler.scale((w * x).sum()), p.detach(), x)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    step()
+    assert p.item() == -3.0
+    x[1] = NAN
+    with pytest.warns(RuntimeWarning, match="loss is inf or NaN"):
+        step()
+    recorder.close()
+    assert p.item() == -3.0
+    assert scaler.get_scale() == 8.0
+    assert [record.skipped for record in records] == [False, False, True]

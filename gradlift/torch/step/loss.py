@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from gradlift.torch.ranks.pipelines import STAGES, is_rehearsal
 from gradlift.torch.step.grads import local
@@ -54,14 +55,15 @@ class LossFlags:
         value = output if plain else output._values() if output.is_sparse else local(output)
         if not value.numel():
             return
+        value = _outside(value.detach())
         if self.keeps_total:
-            summed = moved_to(value.detach().float().sum(), device)
-            self.total = summed if self.total is None else self.total + summed
+            summed = moved_to(value.float().sum(), device)
+            self.total = _outside(summed if self.total is None else self.total + summed)
         if self.flag is None and self.unseen is None and _can_wait(value, device):
-            self.unseen = value.detach()
+            self.unseen = value
             return
         self._look(device)
-        self._add(value.detach(), device)
+        self._add(value, device)
 
     def look(self) -> Tensor | None:
         """The flag, computed now if it was not yet."""
@@ -78,7 +80,7 @@ class LossFlags:
         flag = _not_finite(value)
         if flag.device != device:
             flag = moved_to(flag, device)
-        self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
+        self.flag = _outside(flag if self.flag is None else torch.maximum(self.flag, flag))
 
     def reset(self) -> None:
         self.flag = self.unseen = None
@@ -94,6 +96,15 @@ class LossFlags:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()
+
+
+def _outside(value: Tensor) -> Tensor:
+    """The tensor behind those of ``torch.func``'s transforms, which end with their function; of a
+    loss under ``vmap`` that is all of the batch's."""
+    if not torch.compiler.is_compiling():
+        while is_functorch_wrapped_tensor(value):
+            value = get_unwrapped(value)
+    return value
 
 
 def _can_wait(value: Tensor, device: torch.device) -> bool:
