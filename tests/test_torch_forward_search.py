@@ -303,3 +303,32 @@ def test_an_output_close_to_the_edge_is_said_before_it_breaks():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.steps(5, X.clamp(-3.0, 3.0))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:gradlift. no output"
+)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("kind", ["dynamic", "mend", "adaptive"])
+def test_looking_at_nested_tensors_breaks_no_step(kind: str, layout: torch.layout) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    if kind == "adaptive":
+        scaler: GradScaler = AdaptiveGradScaler(model, "cpu")
+    else:
+        forward = "mend" if kind == "mend" else None
+        scaler = GradScaler("cpu", 2.0**40, backoff_factor=2.0**-4, model=model, forward=forward)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradlift: the backward of", RuntimeWarning)
+        for step in range(9):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                out = model(torch.nested.nested_tensor([X[:3], X[3:8]], layout=layout))
+            padded = torch.nested.to_padded_tensor(out, 0.0).float()
+            # A bad loss makes the guard look, three overflows in a row the watch.
+            loss = padded.square().mean() * (math.nan if step == 5 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert not bool(scaler.last_step_skipped)
+    assert kind == "adaptive" or scaler.skipped_steps >= 4

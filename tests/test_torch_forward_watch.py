@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -325,3 +327,39 @@ def test_the_memory_of_a_watched_step_is_let_go():
         assert weak.expired()
     finally:
         watch.stop()
+
+
+def _nested(layout: torch.layout, *tensors: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, of a prototype
+        return torch.nested.nested_tensor(list(tensors), layout=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_looked_at_by_their_values(layout: torch.layout) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[2].weight[0, 1] = math.inf
+    watch = StepWatch(model)
+    watch.start()
+    out = model(_nested(layout, torch.ones(2, 4), torch.ones(3, 4)))
+    loss = (out if layout == torch.jagged else torch.nested.to_padded_tensor(out, 0.0)).sum()
+    watch.see_loss(loss)
+    watch.stop()
+    found = watch.cause([])
+    assert found is not None
+    assert "2.weight" in str(found)
+
+
+def test_a_model_traced_with_fake_tensors_while_it_is_watched_leaves_the_watch_whole() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    watch = StepWatch(model)
+    watch.start()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model(fake.from_tensor(torch.ones(2, 4)))
+    loss = (model(torch.ones(2, 4)) * math.inf).sum()
+    watch.see_loss(loss)
+    watch.stop()
+    found = watch.cause([])
+    assert found is not None
+    assert found.in_loss

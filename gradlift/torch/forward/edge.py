@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from gradlift.torch.forward.values import values_of
 from gradlift.torch.step.readback import InFlight
 from gradlift.troubleshooting import warn
 
@@ -32,8 +33,9 @@ class OutputPeaks:
     def see(self, name: str, tensors: Iterable[Tensor]) -> None:
         """A module's output."""
         for tensor in tensors:
-            if tensor.dtype == torch.float16 and tensor.numel():
-                peak = torch.linalg.vector_norm(tensor.detach(), math.inf).float()
+            values = values_of(tensor) if tensor.dtype == torch.float16 else None
+            if values is not None and values.numel():
+                peak = torch.linalg.vector_norm(values, math.inf).float()
                 self._names.append(name)
                 self._peaks.append(peak)
 

@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.hooks import RemovableHandle
 
+from gradlift.torch.forward.values import values_of
 from gradlift.torch.names import Names
 
 HALF = torch.finfo(torch.float16)
@@ -205,10 +206,11 @@ def _largest(tree: Any, halves_alone: bool = False) -> float:
     """The largest magnitude in some tensors, inf where one is not finite; waits for the device."""
     largest = 0.0
     for tensor in _tensors(tree):
-        if tensor.is_floating_point() and tensor.numel():
+        values = values_of(tensor) if tensor.is_floating_point() else None
+        if values is not None and values.numel():
             if halves_alone and tensor.dtype != torch.float16:
                 continue
-            value = float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+            value = float(torch.linalg.vector_norm(values, math.inf))
             largest = max(largest, math.inf if math.isnan(value) else value)
     return largest
 

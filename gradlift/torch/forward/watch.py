@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
+from gradlift.torch.forward.values import values_of
 from gradlift.torch.names import Names
 
 # More operations than a step has; what goes on for longer is none.
@@ -226,7 +227,9 @@ class StepWatch:
         return tuple(found)
 
     def _measured(self, tensor: Tensor) -> _Written:
-        value = _plain(tensor)
+        value = values_of(tensor)
+        assert value is not None
+        told = value if tensor.is_nested else tensor
         if value.is_complex():
             value = torch.view_as_real(value)
         if value.dtype.itemsize == 1:
@@ -236,8 +239,8 @@ class StepWatch:
         norm = torch.linalg.vector_norm(value, math.inf) if value.numel() else counts[0]
         rows.append(torch.stack([number.double() for number in (norm, *counts)]))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        shape = tuple(tensor.shape)
-        return _Written(value.device, len(rows) - 1, tensor.numel(), dtype, shape)
+        shape = tuple(told.shape)
+        return _Written(value.device, len(rows) - 1, told.numel(), dtype, shape)
 
     # Where it runs.
 
@@ -315,13 +318,6 @@ def _tensors_of(model: nn.Module) -> dict[int, tuple[str, str]]:
     return found | {_key(p): ("parameter", names[id(p)]) for p in model.parameters()}
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, its values where it is sparse."""
-    tensor = tensor.detach()
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local._values() if local.is_sparse else local
-
-
 def _key(tensor: Tensor) -> int:
     """The storage of a tensor; a tensor without one is known by itself."""
     storage = _storage(tensor)
@@ -329,14 +325,16 @@ def _key(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    values = values_of(tensor)
     try:
-        return _plain(tensor).untyped_storage()
+        return None if values is None else values.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
 
 
 def _is_float(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type != "meta"
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return is_float and values_of(tensor) is not None
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
