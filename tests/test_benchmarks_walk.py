@@ -45,7 +45,8 @@ def test_the_three_steps_are_the_same_every_time():
     first, again = step_walk.walks(), step_walk.walks()
     assert [(w.name, w.calls) for w in first] == [(w.name, w.calls) for w in again]
     plain, adaptive, probe = first
-    assert {call.stage for call in plain.calls} == {"scale", "step", "update"}
+    assert {call.stage for call in plain.calls} == {"scale", "backward", "step", "update"}
+    assert len([call for call in plain.calls if call.stage == "backward"]) == 1
     assert {call.stage for call in probe.calls} == set(step_walk.STAGES)
     assert len(plain.calls) > plain.switches >= plain.files
     assert len(plain.calls) < len(adaptive.calls) < len(probe.calls)

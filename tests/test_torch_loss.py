@@ -13,7 +13,7 @@ import torch.distributed as dist
 from scaler_harness import FUSED, INF, NAN, lossy, parameter, sgd
 from torch import Tensor
 
-from gradlift.torch import GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 
 @FUSED
@@ -195,3 +195,35 @@ def test_a_loss_scaled_inside_a_transform_of_torch_func(gradient: Any) -> None:
     assert p.item() == -3.0
     assert scaler.get_scale() == 8.0
     assert [record.skipped for record in records] == [False, False, True]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_loss_that_holds_scaled_gradients_lowers_the_scale(adaptive: bool) -> None:
+    # torch's recipe for a gradient penalty. The gradient that is penalized is 200 times the scale.
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = sgd(model.weight)
+    torch.nn.init.ones_(model.weight)
+    scaler = GradScaler("cpu", 2.0**10)
+    if adaptive:
+        scaler = AdaptiveGradScaler(model, "cpu", init_scale=2.0**10)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        x = torch.ones(1, 1, requires_grad=True)
+        out = (model(x).half() * 200).float().sum()
+        (grad,) = torch.autograd.grad(scaler.scale(out), x, create_graph=True)
+        penalty = (grad / scaler.get_scale()).square().sum()
+        scaler.scale(1e-6 * penalty).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradlift: the loss does not come", UserWarning)
+        scales = [step() for _ in range(8)]
+    assert scales[-1] == 2.0**8
+    assert model.weight.item() < 1.0
+    # The next iteration begins anew.
+    with pytest.warns(RuntimeWarning, match="loss is inf or NaN"):
+        lossy(scaler, optimizer, model(torch.ones(1, 1)).sum() * NAN)
+    assert scaler.get_scale() == 2.0**8

@@ -256,7 +256,10 @@ class GradScaler(torch.amp.GradScaler):
             self._losses.see(outputs, scale.device)
             if scale.device != outputs.device:
                 scale = moved_to(scale, outputs.device)
-            return outputs * scale
+            scaled = outputs * scale
+            if scaled.requires_grad and not torch.compiler.is_compiling():
+                scaled.register_hook(self._losses.see_pass)
+            return scaled
         # The iterator of a dict gives its keys, and a string's are strings again, without end.
         if isinstance(outputs, abc.Iterable) and not isinstance(outputs, (abc.Mapping, str)):
             scaled = map(self.scale, outputs)

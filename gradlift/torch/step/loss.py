@@ -3,6 +3,11 @@
 A loss that is already inf or NaN is no fault of the scale. Each ``scale()`` call notes a flag;
 the flags that a ``step`` sees are those of the losses since the last step began: with two losses
 and then two steps both steps see both, with loss, step, loss, step each sees its own.
+
+A loss made of scaled gradients is another matter: torch's recipe for a gradient penalty
+differentiates a scaled loss with ``create_graph=True`` first. Where these gradients overflow, the
+loss that holds the penalty is inf because of the scale, and has to lower it. So after such a pass
+no loss is looked at before the next update.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class LossFlags:
         the scale of then, and nothing may change it."""
         self.seen = False
         """Set by every loss; whoever clears it can tell whether a closure scaled its loss."""
+        self.differentiated = False
+        """Whether gradients of a scaled loss became part of a graph since the last update."""
         self.keeps_total = False
         """Whether somebody wants to know ``total``."""
         self.total: Tensor | None = None
@@ -59,11 +66,18 @@ class LossFlags:
         if self.keeps_total:
             summed = moved_to(value.float().sum(), device)
             self.total = _outside(summed if self.total is None else self.total + summed)
+        if self.differentiated:
+            return
         if self.flag is None and self.unseen is None and _can_wait(value, device):
             self.unseen = value
             return
         self._look(device)
         self._add(value, device)
+
+    def see_pass(self, grad: Tensor) -> None:
+        """A backward pass goes through a scaled loss: a hook for it, which changes nothing."""
+        if torch.is_grad_enabled():
+            self.differentiated = True
 
     def look(self) -> Tensor | None:
         """The flag, computed now if it was not yet."""
@@ -89,7 +103,8 @@ class LossFlags:
     def end_iteration(self) -> None:
         """The scale may have changed: nothing seen so far counts any more."""
         self.reset()
-        self.outside, self.total = False, None
+        self.outside = self.differentiated = False
+        self.total = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
