@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -281,3 +281,14 @@ def test_a_disabled_scalers_setters_and_retries() -> None:
     assert p.item() == 0.5
     loss = p.sum() + INF
     assert scaler.scale(loss) is loss
+
+
+class Losses(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_a_namedtuple_of_losses_comes_back_as_one() -> None:
+    scaled = GradScaler("cpu", 8.0).scale(Losses(torch.tensor(1.0), torch.tensor(2.0)))
+    assert type(scaled) is Losses
+    assert (scaled.first.item(), scaled.second.item()) == (8.0, 16.0)

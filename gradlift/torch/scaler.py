@@ -263,7 +263,10 @@ class GradScaler(torch.amp.GradScaler):
         # The iterator of a dict gives its keys, and a string's are strings again, without end.
         if isinstance(outputs, abc.Iterable) and not isinstance(outputs, (abc.Mapping, str)):
             scaled = map(self.scale, outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled  # type: ignore[call-arg]
+            if not isinstance(outputs, (list, tuple)):
+                return scaled
+            kind: Any = type(outputs)
+            return getattr(kind, "_make", kind)(scaled)  # a namedtuple's own way
         raise ValueError(
             f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}; "
             "scale the sum of the losses, or each of them"
