@@ -236,6 +236,21 @@ def test_a_custom_loop_trains():
     assert 0 < number(optimizer.dynamic_scale) < 2.0**24
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX shows no loss to the optimizer")
+@pytest.mark.parametrize("losses", [(np.inf, 1.0), (1.0, np.inf)])
+def test_only_the_first_loss_of_a_step_cannot_be_the_scales_fault(losses):
+    # The second may hold gradients of the first: torch's recipe for a gradient penalty.
+    w = keras.Variable([2.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1024.0)
+    optimizer.build([w])
+    for _ in range(2):
+        for loss in losses:
+            optimizer.scale_loss(ops.convert_to_tensor(loss, "float32"))
+        optimizer.apply([ops.convert_to_tensor([np.inf], "float32")], [w])
+    assert number(optimizer.skipped_steps) == 2
+    assert number(optimizer.dynamic_scale) == (1024.0 if losses[0] == np.inf else 256.0)
+
+
 def test_unscaled_gradients_are_applied_once_unscaled():
     w = keras.Variable([2.0, 4.0], name="w")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(64.0))

@@ -24,7 +24,7 @@ class Found(NamedTuple):
     finite: Any
     """Whether every gradient is: bool, 0-d."""
     loss_finite: Any
-    """Whether every loss was: bool, 0-d, or True where none was shown."""
+    """Whether the step's first loss was: bool, 0-d, or True where none was shown."""
     peak: Any
     """floor(log2) of the largest gradient, int32, 0-d; None unless the policy asks for it."""
 

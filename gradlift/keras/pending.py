@@ -34,12 +34,13 @@ class Pending:
         thread, graph = _place()
         if graph is None:
             return
-        finite = ops.all(ops.isfinite(loss))
-        last, before = self._losses.get(thread, (None, None))
-        self._losses[thread] = (graph, ops.logical_and(before, finite) if last is graph else finite)
+        # A later loss may hold gradients of the first, a penalty for instance, and be infinite
+        # because of the scale.
+        if self._losses.get(thread, (None, None))[0] is not graph:
+            self._losses[thread] = graph, ops.all(ops.isfinite(loss))
 
     def loss_finite(self) -> Any:
-        """Whether all losses of this step were: bool, 0-d; True where none was shown."""
+        """Whether the first loss of this step was: bool, 0-d; True where none was shown."""
         thread, graph = _place()
         last, finite = self._losses.pop(thread, (None, True))
         return finite if last is graph else True
