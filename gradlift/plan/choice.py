@@ -6,9 +6,7 @@ In pseudo-code; ``Choice.exponents`` has the same shape::
     exponent, and no cut could be saved with a bit to spare on both sides; otherwise
     the loss:   with as few cuts as can be, no higher than what it sends gradients to takes
     the cuts:   as far from the loss as they can be, with bits to spare where that costs no cut
-    a region:   the loss's near the top of what all of it allows, where few values are subnormal;
-                one above it in the middle, since a gradient larger than any that was seen would
-                cost a step there that one scale does not lose
+    a region:   near the top of what all of it allows, where few values are subnormal
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ class Choice:
     last: Sequence[int | None]
     """The exponent of each in the last plan, where it was in that."""
     headroom: int
-    surprises: bool
-    """Whether a gradient larger than any that was seen costs a step."""
 
     def exponents(self, settled: bool) -> list[int]:
         """An exponent for each component.
@@ -72,7 +68,7 @@ class Choice:
 
     def _placed(self, loss: int, cost: int) -> list[int] | None:
         """With the loss at an exponent and no more than ``cost`` cuts, where they do best."""
-        wishes = [self._wish(interval, loss) for interval in self.usable]
+        wishes = [self._wish(interval) for interval in self.usable]
         for bits in range(self.headroom, -1, -1):
             spare = [replace(i, low=min(i.low + bits, i.high)) for i in self.usable]
             found = fewest_cuts(self.graph, spare, wishes, loss)
@@ -97,42 +93,30 @@ class Choice:
         return min(found, default=None)
 
     def _moved(self, exponents: Sequence[int]) -> list[int]:
-        """Every region at the best exponent that all of it allows, the loss's first."""
-        chosen, loss = list(exponents), None
+        """Every region at the best exponent that all of it allows."""
+        chosen = list(exponents)
         for region in self.graph.regions(exponents):
             base = exponents[region[0]]
             common = meet(self.usable[i].shifted(base - exponents[i]) for i in region)
-            best = self._pick(common, [e for i in region if (e := self.last[i]) is not None], loss)
+            best = self._pick(common, [e for i in region if (e := self.last[i]) is not None])
             for i in region:
                 chosen[i] = best + exponents[i] - base
-            loss = chosen[self.graph.loss]
         return chosen
 
-    def _pick(self, common: Interval, last: Sequence[int], loss: int | None) -> int:
+    def _pick(self, common: Interval, last: Sequence[int]) -> int:
         """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
-        wish = self._wish(common, loss)
+        wish = self._wish(common)
         best = min(max(0, common.low), common.high) if wish is None else wish
         good = [e for e in last if e in common and best - e <= self.headroom + 1]
-        if self._is_above(common, loss):
-            good = [e for e in last if e in common and e <= best + 1]
         return max(good, default=best)
 
-    def _wish(self, interval: Interval, loss: int | None = None) -> int | None:
-        """The best exponent; near the top, ``headroom`` bits more are to spare where there is room
+    def _wish(self, interval: Interval) -> int | None:
+        """The best exponent: near the top, with ``headroom`` bits more to spare where there is room
         on both sides. None where gradients set no upper end.
-
-        Args:
-            interval: what is allowed.
-            loss: the loss's exponent; None for what is together with the loss.
         """
         if interval.high == MAX_EXPONENT:
             return None
-        if loss is not None and self._is_above(interval, loss):
-            return max((interval.low + interval.high) // 2, loss)
         return interval.high - min(self.headroom, (interval.high - interval.low) // 2)
-
-    def _is_above(self, interval: Interval, loss: int | None) -> bool:
-        return self.surprises and loss is not None and interval.high > loss
 
 
 def _narrowed(interval: Interval) -> Interval:

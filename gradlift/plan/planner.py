@@ -98,10 +98,7 @@ def choose(
         found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
     if rule is None:
         settled = last is not None and not last.probe_again
-        # Where overflow saturates, a surprise costs no step, and digits are scarce.
-        found, exponents, cuts = _by_range(
-            graph, found, before, headroom, settled, surprises=not format.saturates
-        )
+        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
     else:
         carried = _carried(graph, found, before, rule, passages, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, carried)
@@ -267,13 +264,12 @@ def _by_range(
     before: Sequence[PlannedComponent | None],
     headroom: int,
     settled: bool,
-    surprises: bool,
 ) -> Chosen:
     """Every component in its interval, with the fewest active cuts."""
     found = _spared(graph, found, max(headroom - 1, 0))
     usable = [bounds.usable for bounds in found]
     last = [planned and planned.exponent for planned in before]
-    choice = Choice(graph, usable, last, headroom, surprises)
+    choice = Choice(graph, usable, last, headroom)
     exponents = choice.exponents(settled)
     return found, exponents, active_cuts(graph, usable, exponents)
 
