@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.hooks import RemovableHandle
 
+from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.names import Names
 
 HALF = torch.finfo(torch.float16)
@@ -182,11 +183,14 @@ class Look:
         largest = _largest(output)
         halves = _largest(output, halves_alone=True)
         close = halves > HALF.max * 2.0**-self._guard.distance
-        if not was_finite or name in self._guard._mended or not (largest == math.inf or close):
+        if not was_finite or not (largest == math.inf or close):
             return None
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__:  # a mended one's, or somebody else's
             return None
-        self._guard.mend(name, _reason(largest))
+        why = f"its output came up to {largest:.3g}, and float16 ends at 65504"
+        if largest == math.inf:
+            why = "its output was not finite though its inputs were"
+        self._guard.mend(name, why)
         again = module.forward(*args, **kwargs)
         if largest == math.inf and _largest(again) == math.inf:
             # Not the format's doing: a division by zero stays one.
@@ -195,34 +199,16 @@ class Look:
         return again
 
 
-def _reason(largest: float) -> str:
-    if largest == math.inf:
-        return "its output was not finite though its inputs were"
-    return f"its output came up to {largest:.3g}, and float16 ends at 65504"
-
-
 def _largest(tree: Any, halves_alone: bool = False) -> float:
     """The largest magnitude in some tensors, inf where one is not finite; waits for the device."""
     largest = 0.0
-    for tensor in _tensors(tree):
+    for tensor in tensors_in(tree):
         if tensor.is_floating_point() and tensor.numel():
             if halves_alone and tensor.dtype != torch.float16:
                 continue
             value = float(torch.linalg.vector_norm(tensor.detach(), math.inf))
             largest = max(largest, math.inf if math.isnan(value) else value)
     return largest
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or outputs: dicts, sequences, and objects with fields."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for entry in tree.values():
-            yield from _tensors(entry)
-    elif isinstance(tree, (list, tuple)):
-        for entry in tree:
-            yield from _tensors(entry)
 
 
 # How a mended module runs.
@@ -251,7 +237,7 @@ def _product(module: Any, plain: Forward, x: Tensor) -> Tensor:
         if module.bias is not None:
             bias = module.bias.float()
             out = out + (bias if is_linear else bias.reshape(-1, *[1] * (out.dim() - 2)))
-        return _back(out, module)
+        return out.half() if _is_half(module) else out
 
 
 def _in_float32(module: nn.Module, plain: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -298,10 +284,6 @@ def _octaves_over(magnitude: Tensor) -> Tensor:
 def _power_of_two(exponent: Tensor) -> Tensor:
     """2**exponent for whole float32 exponents from -126 to 127, exact on every device."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
-
-
-def _back(product: Tensor, module: nn.Module) -> Tensor:
-    return product.half() if _is_half(module) else product
 
 
 def _is_half(module: nn.Module) -> bool:
