@@ -201,16 +201,18 @@ def _line(name: str, span: str, cells: Sequence[str]) -> str:
 
 
 def shorten(name: str, width: int = _NAME_WIDTH) -> str:
-    """A name in at most ``width`` characters on one line, cut in the middle.
-
-    Control characters, those that turn the writing direction among them, are spelled out: they
-    would rewrite the line they are printed in.
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    """A name in at most ``width`` characters on one line, ``printable`` and cut in the middle."""
+    shown = printable(name)
     if len(shown) <= width:
         return shown
     head = (width - 1) // 2
     return f"{shown[:head]}…{shown[len(shown) - (width - 1 - head) :]}"
+
+
+def printable(text: str) -> str:
+    """A user's text on one line. Control characters, those that turn the writing direction among
+    them, are spelled out: they would rewrite the line they are printed in."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _percent(share: float) -> str:

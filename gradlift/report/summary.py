@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradlift.formats import FORMATS, Format, get
-from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord
+from gradlift.formats import Format, get
+from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord, format_of
 
 Curve = tuple[tuple[int, float], ...]
 # A gradient that may have lost more than this share of its magnitude is worth a word.
@@ -139,17 +139,16 @@ def summarize(run: Run) -> Summary:
         found = f" ({run.problems[0]})" if run.problems else ""
         raise ValueError(f"{run.name}: there is no record to report on{found}")
     scales = [r.scale for r in records]
-    norms = [r.grad_norm for r in records if r.grad_norm is not None and _finite(r.grad_norm)]
-    losses = [r.loss for r in records if r.loss is not None and _finite(r.loss)]
+    norms = [r.grad_norm for r in records if r.grad_norm is not None and math.isfinite(r.grad_norm)]
+    losses = [r.loss for r in records if r.loss is not None and math.isfinite(r.loss)]
     clips = [r.clip for r in records if r.clip is not None]
     causes = Counter(r.cause or "unknown" for r in records if r.skipped)
-    format = str(run.about.get("format"))
-    format = format if format in FORMATS else "float16"
+    format = format_of(run.about)
     tenth = max(1, len(losses) // 10)
     return Summary(
         name=run.name,
         scaler=str(run.about.get("scaler", "unknown")),
-        format=format,
+        format=format.name,
         steps=len(records),
         first_step=records[0].step,
         last_step=records[-1].step,
@@ -167,7 +166,7 @@ def summarize(run: Run) -> Summary:
         loss_last=statistics.fmean(losses[-tenth:]) if losses else None,
         largest=max((r.largest for r in records if r.largest is not None), default=None),
         probes=sum(1 for r in records if r.modules),
-        modules=_modules(records, get(format)),
+        modules=_modules(records, format),
         changes=tuple((r.step, r.plan) for r in records if r.plan is not None),
         problems=len(run.problems),
         ended=run.ended,
@@ -255,7 +254,7 @@ def loss_curve(run: Run, points: int = 2000) -> Curve:
 
 
 def _curve(run: Run, points: int, value: Callable[[StepRecord], float | None]) -> Curve:
-    found = [(r.step, y) for r in run.records if (y := value(r)) is not None and _finite(y)]
+    found = [(r.step, y) for r in run.records if (y := value(r)) is not None and math.isfinite(y)]
     return thin(found, points)
 
 
@@ -296,7 +295,3 @@ def thin(curve: Sequence[tuple[int, float]], points: int) -> Curve:
         low, high = min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])
         kept += sorted({low, high})
     return tuple(kept)
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)

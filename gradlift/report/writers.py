@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradlift.formats import FORMATS, Format, get
+from gradlift.formats import Format
+from gradlift.report.diagnosis import printable
 from gradlift.report.record_file import JsonlWriter
-from gradlift.report.records import StepRecord, jsonable
+from gradlift.report.records import StepRecord, format_of, jsonable
 from gradlift.troubleshooting import warn
 
 COLUMNS = ("step", "scale", "skipped", "cause", "loss", "grad_norm", "clip", "skips", "where",
@@ -120,23 +121,18 @@ class LogWriter:
         """At most three lines for each record."""
         for record in records:
             if record.skipped:
-                why = f" at {_plain(record.where)}" if record.where else ""
+                why = f" at {printable(record.where)}" if record.where else ""
                 self._logger.warning(
                     "step %d skipped: %s%s, scale %g",
                     record.step, record.cause or "unknown cause", why, record.scale,
                 )  # fmt: skip
             if record.plan is not None:
-                self._logger.info("step %d: %s", record.step, _plain(record.plan.summary))
+                self._logger.info("step %d: %s", record.step, printable(record.plan.summary))
             told = ", ".join(f"{k.removeprefix('gradlift/')} {v:g}" for k, v in totals(record))
             self._logger.debug("step %d: %s", record.step, told)
 
     def close(self) -> None:
         """The logger belongs to the caller."""
-
-
-def _plain(text: str) -> str:
-    """A user's text on one line of a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class ScalarWriter:
@@ -230,7 +226,7 @@ def writer_for(
         if Path(target).suffix.lower() == ".csv":
             return Guarded(CsvWriter(target), str(target))
         return JsonlWriter(target, about, first_step)
-    return Guarded(_foreign(target, _format_of(about)), f"a {type(target).__name__}")
+    return Guarded(_foreign(target, format_of(about or {})), f"a {type(target).__name__}")
 
 
 def _foreign(target: Any, format: Format) -> Writer:
@@ -254,11 +250,6 @@ def _foreign(target: Any, format: Format) -> Writer:
 def _is_writer(target: Any) -> bool:
     has = all(callable(getattr(target, name, None)) for name in ("write", "close"))
     return has and not isinstance(target, io.IOBase)
-
-
-def _format_of(about: Mapping[str, Any] | None) -> Format:
-    name = str((about or {}).get("format"))
-    return get(name if name in FORMATS else "float16")
 
 
 def _parameters(function: Any) -> frozenset[str]:
