@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         raise Mistake(str(error)) from None
     made = _call(make, arguments)
     if not isinstance(made, tuple) or len(made) != 3:
-        raise Mistake(
-            f"{arguments.target} must return (model, loss_fn, batches), got {_brief(made)}"
-        )
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise Mistake(f"{arguments.target} must return (model, loss_fn, batches), got {got}")
     model, loss_fn, batches = made
     if arguments.batches and isinstance(batches, Iterable):
         batches = islice(batches, arguments.batches)
@@ -179,10 +178,6 @@ def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-def _brief(value: object) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 # Report.
@@ -346,8 +341,6 @@ def _console(stderr: bool = False, quiet: bool = False) -> Any:
 
 def _status(what: str, quiet: bool) -> Any:
     """A sign of life on a terminal."""
-    from contextlib import nullcontext
-
     if quiet or not sys.stderr.isatty():
         return nullcontext()
     return _console(stderr=True).status(f"{what} …")

@@ -103,7 +103,7 @@ class PreparedScaler:
         self._owners: list[Any] | None = None
         self._built_for: list[weakref.ref[Any]] = []
         self._hooks = [
-            accelerator.register_save_state_pre_hook(self._before_save),
+            accelerator.register_save_state_pre_hook(lambda *_: self._joint.flush(self.scaler)),
             accelerator.register_load_state_pre_hook(self._after_load),
         ]
         self._replace_methods()
@@ -286,9 +286,6 @@ class PreparedScaler:
         self._joint.after_step(scaler, bare)
 
     # Checkpoints.
-
-    def _before_save(self, models: Any, weights: Any, folder: str) -> None:
-        self._joint.flush(self.scaler)
 
     def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Under FSDP2 Accelerate makes the scaler's tensors, which one in use has already."""

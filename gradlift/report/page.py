@@ -41,16 +41,12 @@ def write(runs: Sequence[Run], format: str = "html") -> bytes:
     if format == "md":
         return markdown(runs, summaries).encode()
     if format == "json":
-        told = jsonable({"runs": [_told(summary) for summary in summaries]})
-        return (json.dumps(told, indent=1, allow_nan=False) + "\n").encode()
+        told = [(judge(summary), summary.to_dict()) for summary in summaries]
+        rows = [{"verdict": str(verdict), "level": verdict.level, **row} for verdict, row in told]
+        return (json.dumps(jsonable({"runs": rows}), indent=1, allow_nan=False) + "\n").encode()
     if format == "png":
         return charts.png(runs, summaries)
     raise ValueError(f"format must be html, md, json or png, got {format!r}")
-
-
-def _told(summary: Summary) -> dict[str, Any]:
-    verdict = judge(summary)
-    return {"verdict": str(verdict), "level": verdict.level, **summary.to_dict()}
 
 
 def shown(name: str, width: int = _NAME_WIDTH) -> str:

@@ -55,7 +55,9 @@ def judge(summary: Summary) -> Verdict:
     else:
         skips = [_about_skips(summary), _about_place(summary) if frequent else ""]
     modules, hurt = ([], False) if stuck else _about_modules(summary)
-    rest = [*([] if stuck else [_about_the_loss(summary)]), *_about_the_file(summary)]
+    rest = [] if stuck else [_about_the_loss(summary)]
+    if summary.problems:
+        rest.append(f"{summary.problems:,} lines could not be read.")
     level = "bad" if stuck else "fair" if hurt or frequent else "good"
     return Verdict(level, tuple(s for s in (*skips, *modules, *rest) if s))
 
@@ -173,10 +175,6 @@ def _named(modules: list[ModuleSummary]) -> str:
         return f"module {name}" if name.isdecimal() else shorten(name, 60)
     ends = f"{shorten(modules[0].name, 40)} to {shorten(modules[-1].name, 40)}"
     return f"{len(modules):,} modules ({ends})"
-
-
-def _about_the_file(summary: Summary) -> list[str]:
-    return [f"{summary.problems:,} lines could not be read."] if summary.problems else []
 
 
 def _span(summary: Summary) -> int:

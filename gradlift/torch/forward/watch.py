@@ -173,9 +173,7 @@ class StepWatch:
         for output, tensor in enumerate(floats):
             self._wrote(tensor, index, output)
 
-    def _add(
-        self, name: str, module: str | None, outputs: Iterable[Tensor], **about: Any
-    ) -> None:
+    def _add(self, name: str, module: str | None, outputs: Iterable[Tensor], **about: Any) -> None:
         """Note an operation, or a tensor that was there before; ``about`` as for ``Operation``."""
         measured = list(map(self._measured, outputs))
         values = tuple(value for value, _ in measured)

@@ -74,7 +74,7 @@ def of(process_group: Any) -> Ranks | None:
     """The ranks of a process group or a ``DeviceMesh``; None for None."""
     if process_group is None:
         return None
-    if _is_mesh(process_group):
+    if hasattr(process_group, "mesh") and hasattr(process_group, "get_group"):
         return of_mesh(process_group)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
@@ -157,10 +157,6 @@ def root_meshes(parameters: Iterable[Tensor]) -> list[Any]:
         if mesh is not None and not any(mesh is seen or mesh == seen for seen in found):
             found.append(mesh)
     return [root_mesh(mesh) for mesh in found]
-
-
-def _is_mesh(value: Any) -> bool:
-    return hasattr(value, "mesh") and hasattr(value, "get_group")
 
 
 def _of_wrapper(module: torch.nn.Module) -> Iterator[Ranks | None]:

@@ -166,18 +166,13 @@ class Recorder:
 
     def _take(self, noted: list[_Noted], rows: InFlight) -> None:
         values = rows.wait().tolist()[: len(noted)]
-        named = self._name_last_overflow() if any(row[_FOUND] for row in values) else (0, None)
+        last, report = 0, ()
+        if any(row[_FOUND] for row in values):
+            # Waits for the device, but only when a batch brings an overflow.
+            last, report = self._overflows.latest()
         for known, (*row, update) in zip(noted, values, strict=True):
-            where = named[1] if update == named[0] else known.where
+            where = report[0][0] if report and update == last else known.where
             self._held.append(_record(known._replace(where=where), *row))
-
-    def _name_last_overflow(self) -> tuple[int, str | None]:
-        """The update of the last overflow that a device counted, and the first gradient in it.
-
-        Waits for the device, but only when a batch brings an overflow.
-        """
-        update, report = self._overflows.latest()
-        return update, report[0][0] if report else None
 
     def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
         """A probe has come back, of the step ``age`` steps before the one that ended last."""

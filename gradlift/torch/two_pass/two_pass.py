@@ -256,9 +256,12 @@ class TwoPassStep:
             table = grad_table(grads, self._grads)
             if table is self._grads:
                 return None
-        reason = _refuse_params(params, self._lows) or _refuse_grads(grads)
+        reason = _refuse_params(params, self._lows)
         if reason is not None:
             return reason
+        for grad in grads:
+            if grad is not None and grad.dtype not in DTYPES:
+                return f"a gradient is {grad.dtype}"
         self._take(params)
         table = grad_table(grads, self._grads)
         sizes = [len(group["params"]) for group in groups]
@@ -323,13 +326,6 @@ def _refuse_optimizer(optimizer: Optimizer, outer: Optimizer) -> str | None:
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.requires_grad:
             return "lr requires a gradient"
-    return None
-
-
-def _refuse_grads(grads: list[Tensor | None]) -> str | None:
-    for grad in grads:
-        if grad is not None and grad.dtype not in DTYPES:
-            return f"a gradient is {grad.dtype}"
     return None
 
 
