@@ -326,7 +326,7 @@ class AdaptiveGradScaler(GradScaler):
         saved = adaptive_state.read(state_dict[STATE_KEY])
         checkpoint.read(rest, self.policy)
         controller = self._controller
-        if saved.model is not None and not is_same(saved.model, controller.engine.model):
+        if not is_same(saved.model, controller.engine.model):
             warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning, stacklevel=2)
             self._load_scale(rest)
             return

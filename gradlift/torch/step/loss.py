@@ -89,11 +89,8 @@ class LossFlags:
         self.reset()
         self.outside, self.total = False, None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a pickle is made between two steps
 
 
 def _can_wait(value: Tensor, device: torch.device) -> bool:

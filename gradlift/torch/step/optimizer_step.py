@@ -115,11 +115,8 @@ class OptimizerSteps:
         """As if nothing had been tried."""
         self.entries.pop(id(optimizer), None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.reset()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a pickle is made between two steps
 
 
 def fresh_entry() -> dict[str, Any]:

@@ -75,12 +75,6 @@ class SharedGradients:
         """Remember the shared gradients of an optimizer as they are, in ``made``."""
         _mark(self.of(optimizer), self.made[id(optimizer)])
 
-    def __getstate__(self) -> dict[str, object]:
-        return {}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__()
-
 
 @torch.no_grad()
 def scale_again_(shared: list[Tensor], scale: Tensor) -> None:
