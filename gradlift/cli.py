@@ -112,7 +112,9 @@ def _add_diagnose(commands: Any) -> None:
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="what makes model and batches")
     parser.add_argument("--batches", type=_count, metavar="N", help="look at N batches at most")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="share that may be lost")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-3, metavar="SHARE", help="may be lost (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--traceback", action="store_true", help="show where your function failed")
 
@@ -305,7 +307,9 @@ def _add_demo(commands: Any) -> None:
         _demo,
     )
     parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps of each run")
-    parser.add_argument("--out", metavar="FOLDER", default="gradlift-demo", help="(%(default)s)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", default="gradlift-demo", help="for report.html (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
 
 
