@@ -202,10 +202,8 @@ def _add_report(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    try:
-        from gradlift.report import page as report
-    except ImportError as error:
-        raise Mistake(f"{error}; a report needs pip install 'gradlift[report]'") from None
+    from gradlift.report import page as report
+
     format, output = _format(arguments), arguments.output
     if arguments.json and output is None:
         output = "-"

@@ -248,28 +248,16 @@ def train(
     for recorder in getattr(scaler, "_recorders", ()):
         recorder.close()
     skipped = skipped if way == "torch" else scaler.skipped_steps
-    return _judge(task, way, network, data, skipped, zeroed / max(counted, 1), scaler.get_scale())
+    # What the trained weights are worth, in float32 for every way.
+    with torch.no_grad():
+        final = loss_of(task, network(inputs), labels).item()
+        right = (network(data.test).argmax(dim=1) == data.test_labels).float().mean().item()
+    lost = zeroed / max(counted, 1)
+    return Result(task.name, way, final, right, skipped, lost, scaler.get_scale())
 
 
 # Of ten digits.
 CHANCE = 0.1
-
-
-@torch.no_grad()
-def _judge(
-    task: Task,
-    way: str,
-    network: nn.Module,
-    data: Digits,
-    skipped: int,
-    zeroed: float,
-    scale: float,
-) -> Result:
-    """What the trained weights are worth, in float32 for every way."""
-    loss = loss_of(task, network(data.train), data.train_labels)
-    right = network(data.test).argmax(dim=1) == data.test_labels
-    accuracy = right.float().mean().item()
-    return Result(task.name, way, loss.item(), accuracy, skipped, zeroed, scale)
 
 
 def learned(result: Result, results: Sequence[Result]) -> bool:

@@ -23,7 +23,7 @@ import math
 import random
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -93,32 +93,17 @@ def get(format: str | Format | torch.dtype) -> Format:
     return FORMATS[name]
 
 
-@overload
+Rounded = TypeVar("Rounded", float, "torch.Tensor")
+
+
 def round_to(
-    x: float,
-    format: str | Format,
-    *,
-    stochastic: bool = ...,
-    saturate: bool = ...,
-    generator: random.Random | None = ...,
-) -> float: ...
-@overload
-def round_to(
-    x: torch.Tensor,
-    format: str | Format,
-    *,
-    stochastic: bool = ...,
-    saturate: bool = ...,
-    generator: torch.Generator | None = ...,
-) -> torch.Tensor: ...
-def round_to(
-    x: float | torch.Tensor,
+    x: Rounded,
     format: str | Format,
     *,
     stochastic: bool = False,
     saturate: bool = True,
     generator: Any = None,
-) -> float | torch.Tensor:
+) -> Rounded:
     """``x`` rounded to ``format``, still held in its own type.
 
     Args:

@@ -255,7 +255,7 @@ def test_layers_that_come_and_go_are_soon_known():
     assert run.scaler.plan.active
     # Only when a layer with an active cut is missed for the first time: all are watched then.
     assert sum(map(bool, neutral[20:])) <= 1
-    assert engine_of(run.scaler).changes
+    assert engine_of(run.scaler).followed.changes
     run.scaler.close()
 
 

@@ -161,7 +161,7 @@ class PreparedScaler:
         self._overrides.set(accelerator, "native_amp", True)
 
     def _adopt_what_is_prepared(self) -> None:
-        for model in self._models():
+        for model in self._accelerator._models:
             if "_original_forward" not in vars(model):  # prepared on the CPU, without autocast
                 forward = model.forward
                 self._overrides.set(model, "_original_forward", forward)
@@ -169,15 +169,12 @@ class PreparedScaler:
                 self._overrides.set(model, "forward", cast)
         for optimizer in self._accelerator._optimizers:
             self._adopt(optimizer)
-        if isinstance(self._source, GradScaler) or self._models():
+        if isinstance(self._source, GradScaler) or self._accelerator._models:
             self._build()
-
-    def _models(self) -> list[Any]:
-        return self._accelerator._models
 
     def _bare_models(self) -> list[Any]:
         unwrap = self._accelerator.unwrap_model
-        return [unwrap(model, keep_torch_compile=False) for model in self._models()]
+        return [unwrap(model, keep_torch_compile=False) for model in self._accelerator._models]
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)

@@ -9,7 +9,8 @@ which spells out control characters, and through the escape of the format at han
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -180,7 +181,7 @@ def html(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
         *(_verdict(number, summary) for number, summary in enumerate(summaries)),
         "</div>",
         _charts("timeline", "Scale, loss and gradient norm over time",
-                *(charts.timeline_svg(runs, narrow) for narrow in (False, True))),
+                partial(charts.timeline_svg, runs)),
         f"<p class=note>{escape(_MARKS)}</p>",
         _html_table(RUN_HEADINGS, map(run_row, summaries), "runs"),
     ]  # fmt: skip
@@ -214,7 +215,7 @@ def _section(number: int, run: Run, summary: Summary) -> str:
         parts += [_charts(
             f"landscape{number}",
             "Gradients of each module against the zones of the format",
-            *(charts.landscape_svg(summary, f"r{number}", narrow) for narrow in (False, True)),
+            partial(charts.landscape_svg, summary, f"r{number}"),
         ), _LANDSCAPE_NOTE]  # fmt: skip
     if summary.worst:
         parts += ["<h3>Worst modules</h3>", _html_table(MODULE_HEADINGS, _worst(summary), "worst")]
@@ -250,13 +251,8 @@ def _plans(number: int, run: Run, summary: Summary) -> list[str]:
         f"<p>Since step {step:,}: <bdi>{escape(shown(last.summary, 200))}</bdi> ({cuts}).</p>",
     ]
     if summary.probes > 1:
-        parts.append(
-            _charts(
-                f"plans{number}",
-                "Exponents and active cuts over time",
-                *(charts.plans_svg(run, f"r{number}", narrow) for narrow in (False, True)),
-            )
-        )
+        draw = partial(charts.plans_svg, run, f"r{number}")
+        parts.append(_charts(f"plans{number}", "Exponents and active cuts over time", draw))
     count = len(summary.changes)
     note = f", the last {MOST_CHANGES} of them" if count > MOST_CHANGES else ""
     title = f"{count:,} {'change' if count == 1 else 'changes'} and why{note}"
@@ -268,12 +264,12 @@ def _folded(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], 
     return f"<details><summary>{escape(title)}</summary>{table}</details>"
 
 
-def _charts(key: str, label: str, wide: str, narrow: str) -> str:
-    """A chart for a screen and one for a phone; the style shows the one that fits."""
+def _charts(key: str, label: str, draw: Callable[[bool], str]) -> str:
+    """A chart for a screen and one, drawn narrow, for a phone; the style shows what fits."""
     return "".join(
         f'<figure id="{key}{width}" class="{width}" role="img" aria-label="{escape(label)}">'
-        f"{svg}</figure>"
-        for width, svg in (("wide", wide), ("narrow", narrow))
+        f"{draw(width == 'narrow')}</figure>"
+        for width in ("wide", "narrow")
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord, f
 Curve = tuple[tuple[int, float], ...]
 # A gradient that may have lost more than this share of its magnitude is worth a word.
 WORTH_A_WORD = 1e-3
+# Of a curve.
+POINTS = 2000
 
 
 @dataclass(frozen=True)
@@ -238,24 +240,21 @@ def _lost(module: ModuleRecord, own: float, format: Format) -> float:
 # Curves.
 
 
-def scale_curve(run: Run, points: int = 2000) -> Curve:
+def scale_curve(run: Run) -> Curve:
     """log2 of the scale over the steps."""
-    return thin([(r.step, math.log2(r.scale)) for r in run.records], points)
+    return thin([(r.step, math.log2(r.scale)) for r in run.records], POINTS)
 
 
-def norm_curve(run: Run, points: int = 2000) -> Curve:
+def norm_curve(run: Run) -> Curve:
     """log2 of the gradient's norm over the steps; steps without one are left out."""
-    return _curve(run, points, lambda r: math.log2(r.grad_norm) if r.grad_norm else None)
+    norms = [(r.step, math.log2(r.grad_norm)) for r in run.records if r.grad_norm]
+    return thin([point for point in norms if math.isfinite(point[1])], POINTS)
 
 
-def loss_curve(run: Run, points: int = 2000) -> Curve:
+def loss_curve(run: Run) -> Curve:
     """The loss over the steps; steps without a finite one are left out."""
-    return _curve(run, points, lambda r: r.loss)
-
-
-def _curve(run: Run, points: int, value: Callable[[StepRecord], float | None]) -> Curve:
-    found = [(r.step, y) for r in run.records if (y := value(r)) is not None and math.isfinite(y)]
-    return thin(found, points)
+    losses = [(r.step, r.loss) for r in run.records if r.loss is not None]
+    return thin([point for point in losses if math.isfinite(point[1])], POINTS)
 
 
 def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:

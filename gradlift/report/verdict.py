@@ -133,9 +133,20 @@ def _about_modules(summary: Summary) -> tuple[list[str], bool]:
     if len(dark) == len(summary.modules):
         return ["The probes saw nothing but zeros."], True
     dying = [m for m in summary.modules if m.lost_last > WORTH_A_WORD]
-    if dark or dying:
-        return [*_about_dark(summary, dark), *_about_dying(dying)], True
     found = []
+    if dark:
+        pronoun, its = ("it is", "its") if len(dark) == 1 else ("they are", "their")
+        found.append(
+            f"No probe saw a gradient in {_named(dark)}: {pronoun} zero, or below what "
+            f"{summary.format} can hold at {its} scale."
+        )
+    if dying:
+        found.append(
+            f"In the last probe {_named(dying)} may have lost more than {WORTH_A_WORD:.1%} of "
+            f"{'its' if len(dying) == 1 else 'their'} gradient."
+        )
+    if found:
+        return found, True
     once = [m for m in summary.modules if m.lost_until is not None]
     if once:
         until = max(m.lost_until or 0 for m in once)
@@ -148,25 +159,6 @@ def _about_modules(summary: Summary) -> tuple[list[str], bool]:
     else:
         found.append("One scale serves: nothing was lost in the last probe.")
     return found, False
-
-
-def _about_dark(summary: Summary, dark: list[ModuleSummary]) -> list[str]:
-    if not dark:
-        return []
-    single = len(dark) == 1
-    return [
-        f"No probe saw a gradient in {_named(dark)}: {'it is' if single else 'they are'} zero, or "
-        f"below what {summary.format} can hold at {'its' if single else 'their'} scale."
-    ]
-
-
-def _about_dying(dying: list[ModuleSummary]) -> list[str]:
-    if not dying:
-        return []
-    return [
-        f"In the last probe {_named(dying)} may have lost more than {WORTH_A_WORD:.1%} of "
-        f"{'its' if len(dying) == 1 else 'their'} gradient."
-    ]
 
 
 def _named(modules: list[ModuleSummary]) -> str:

@@ -89,23 +89,18 @@ class _Flood(Search):
     def _edge(self, source: int, target: Node, slot: int, stack: list[Node]) -> None:
         own = self.index.get(target)
         if own is None:
-            own = self._meet(source, target, slot)
+            if type(target) not in _plain:
+                self._classify(target, type(target))
+            cuts = self.cuts_of(target) if target._sequence_nr() in self.places else None
+            if cuts:
+                self.cuts[target] = cuts
+            own = self.index[target] = self.sets.add() if cuts and slot in cuts else source
             stack.append(target)
         cuts = self.cuts.get(target)
         if cuts is not None and slot in cuts:
             self.sets.join(self.feeds.setdefault((target, slot), source), source)
         elif own != source:
             self.sets.join(own, source)
-
-    def _meet(self, source: int, target: Node, slot: int) -> int:
-        kind = type(target)
-        if kind not in _plain:
-            self._classify(target, kind)
-        cuts = self.cuts_of(target) if target._sequence_nr() in self.places else None
-        if cuts:
-            self.cuts[target] = cuts
-        own = self.index[target] = self.sets.add() if cuts and slot in cuts else source
-        return own
 
     def _classify(self, node: Node, kind: type) -> None:
         if (

@@ -16,7 +16,7 @@ from torch import nn
 
 from gradlift.torch.compiled.entry_points import (
     Entries,
-    Stance,
+    can_set_stance,
     is_optimized,
     outermost,
     wrappers_of,
@@ -45,7 +45,6 @@ class UncompiledProbe:
         self._from_function = hidden and not wrappers
         self._entries = Entries(lambda: probing() and torch.is_grad_enabled(), self._looking)
         self._entries.wrap(wrappers)
-        self._stance = Stance()
         self._window = contextlib.ExitStack()
 
     def watch(self) -> Hooks:
@@ -65,8 +64,8 @@ class UncompiledProbe:
         self._entries.wrap(outermost(self._model))
         if self._from_function:
             self._window.close()
-            self._window.callback(self._stance.reset)
-            self._stance.set()
+            if can_set_stance():
+                self._window.enter_context(torch.compiler.set_stance("force_eager"))
             self._window.enter_context(self._looking(self._model))
             close = functools.partial(_close_on_error, self._window)
             handle = self._model.register_forward_hook(close, always_call=True)

@@ -85,10 +85,6 @@ class ForwardGuard:
         lines = [f"  {name or 'the model'}: {why}" for name, why in self._mended.items()]
         return "\n".join(["ForwardGuard(", *lines, ")"])
 
-    def name_of(self, module: nn.Module) -> str:
-        """The name that a module goes by here."""
-        return self._names.of_module[id(module)]
-
     # By hand.
 
     def mend(self, name: str, why: str = "by hand") -> None:
@@ -135,15 +131,11 @@ class ForwardGuard:
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Look at the forward passes inside, module by module; each look waits for the device."""
-        look = self.start()
+        look = Look(self)
         try:
             yield
         finally:
             look.stop()
-
-    def start(self) -> Look:
-        """``looking`` for whoever cannot use ``with``; ends with the ``stop`` of what it gives."""
-        return Look(self)
 
 
 class Look:
@@ -179,7 +171,8 @@ class Look:
         self._finite.setdefault(id(module), []).append(_largest((args, kwargs)) < math.inf)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        was_finite, name = self._finite[id(module)].pop(), self._guard.name_of(module)
+        was_finite = self._finite[id(module)].pop()
+        name = self._guard._names.of_module[id(module)]
         largest = _largest(output)
         halves = _largest(output, halves_alone=True)
         close = halves > HALF.max * 2.0**-self._guard.distance
