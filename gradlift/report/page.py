@@ -2,7 +2,7 @@
 
 The page holds its charts and its style, and nothing else: no script, no font, no address. A
 policy in its head forbids the browser to load or run anything, so that a module's name cannot
-do harm even if an escape were missing. Names come from users: each passes through ``shown``,
+do harm even if an escape were missing. Names come from users: each passes through ``shorten``,
 which spells out control characters, and through the escape of the format at hand.
 """
 
@@ -23,7 +23,6 @@ from gradlift.report.verdict import judge, power, why
 WORST = 12
 MOST_CHANGES = 100
 MOST_SKIPS = 50
-_NAME_WIDTH = 80
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -50,11 +49,6 @@ def write(runs: Sequence[Run], format: str = "html") -> bytes:
     raise ValueError(f"format must be html, md, json or png, got {format!r}")
 
 
-def shown(name: str, width: int = _NAME_WIDTH) -> str:
-    """A user's name as plain characters, cut to ``width``."""
-    return shorten(name, width)
-
-
 # What is told, whatever it is written as.
 
 RUN_HEADINGS = ("run", "scaler", "steps", "skipped", "causes", "scale", "norm", "clipped", "probes")
@@ -79,8 +73,8 @@ def run_row(summary: Summary) -> list[str]:
         norm = f"median {summary.norm_median:.3g}, most {summary.norm_max:.3g}"
     span = f"{summary.steps:,} ({summary.first_step:,} to {summary.last_step:,})"
     return [
-        shown(summary.name),
-        shown(summary.scaler),
+        shorten(summary.name),
+        shorten(summary.scaler),
         span + ("" if summary.ended else ", not ended"),
         f"{summary.skipped:,}",
         causes,
@@ -98,7 +92,7 @@ def module_row(place: int, module: ModuleSummary) -> list[str]:
     span = "all zero" if last.low is None else f"{last.low} .. {last.high}"
     return [
         str(place),
-        shown(module.name),
+        shorten(module.name),
         f"{module.lost:.2%}",
         f"{module.lost_last:.2%}",
         f"{module.overflowed:.2%}",
@@ -114,14 +108,14 @@ def skip_row(skips: Skips) -> list[str]:
     if skips.scale_last != skips.scale_first:
         scale += f" to {power(skips.scale_last)}"
     where = skips.first_bad or skips.where or "unknown"
-    return [span, f"{skips.count:,}", why(skips.cause), shown(where, 200), scale]
+    return [span, f"{skips.count:,}", why(skips.cause), shorten(where, 200), scale]
 
 
 def _changes(summary: Summary) -> list[list[str]]:
     """The last plan changes; a long run may have thousands."""
     return [
-        [str(step), shown(change.summary, 160), "; ".join(shown(r, 160) for r in change.reasons)]
-        for step, change in summary.changes[-MOST_CHANGES:]
+        [str(step), shorten(plan.summary, 160), "; ".join(shorten(r, 160) for r in plan.reasons)]
+        for step, plan in summary.changes[-MOST_CHANGES:]
     ]
 
 
@@ -137,7 +131,7 @@ def markdown(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
     """The tables of the report."""
     parts = ["# gradlift report", _md_table(RUN_HEADINGS, map(run_row, summaries))]
     for run, summary in zip(runs, summaries, strict=True):
-        parts += [f"## {_md(shown(summary.name))}", _md(str(judge(summary)))]
+        parts += [f"## {_md(shorten(summary.name))}", _md(str(judge(summary)))]
         if summary.skips:
             rows = map(skip_row, summary.skips[-MOST_SKIPS:])
             parts += ["### Skipped steps", _md_table(SKIP_HEADINGS, rows)]
@@ -202,13 +196,13 @@ def _verdict(number: int, summary: Summary) -> str:
     return (
         f'<div class="verdict {verdict.level}"><p class="run">'
         f'<i style="background:var(--s{number % charts.SERIES})"></i>'
-        f"<bdi>{escape(shown(summary.name))}</bdi></p>"
+        f"<bdi>{escape(shorten(summary.name))}</bdi></p>"
         f"<p><b>{escape(first)}</b> {escape(' '.join(rest))}</p></div>"
     )
 
 
 def _section(number: int, run: Run, summary: Summary) -> str:
-    parts = [f"<h2><bdi>{escape(shown(summary.name))}</bdi></h2>"]
+    parts = [f"<h2><bdi>{escape(shorten(summary.name))}</bdi></h2>"]
     if summary.skips:
         parts.append(_skipped(summary))
     if charts.has_landscape(summary):
@@ -248,7 +242,7 @@ def _plans(number: int, run: Run, summary: Summary) -> list[str]:
     cuts = f"{last.active:,} active {'cut' if last.active == 1 else 'cuts'}"
     parts = [
         "<h3>Plans</h3>",
-        f"<p>Since step {step:,}: <bdi>{escape(shown(last.summary, 200))}</bdi> ({cuts}).</p>",
+        f"<p>Since step {step:,}: <bdi>{escape(shorten(last.summary, 200))}</bdi> ({cuts}).</p>",
     ]
     if summary.probes > 1:
         draw = partial(charts.plans_svg, run, f"r{number}")

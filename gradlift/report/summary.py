@@ -260,8 +260,6 @@ def loss_curve(run: Run) -> Curve:
 def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:
     """Where steps were skipped, by cause: (step, log2 of the scale), at most one in a bucket."""
     marks: dict[str, dict[int, tuple[int, float]]] = {}
-    if not run.records:
-        return {}
     first, last = run.records[0].step, run.records[-1].step
     width = max(1, math.ceil((last - first + 1) / points))
     for record in run.records:

@@ -172,8 +172,7 @@ class Engine:
     def close(self) -> None:
         """Stops for good. Graphs that are armed run neutral."""
         self._closed = True
-        self._pins.clear()
-        self.followed.offsets = {}
+        self._pins.offsets, self.followed.offsets = {}, {}
         self.probes.current = None
         self.watch.close()
         self.armed.disarm()

@@ -29,12 +29,10 @@ def flood(
     linear: frozenset[type],
     places: set[int],
 ) -> Walk:
-    """The graph below a loss, without its nodes; arguments as for ``graph.walk``.
+    """The graph below a loss as ``graph.walk`` gives it, without its nodes.
 
     Args:
-        edges: (node, slot) that the gradient of the loss flows into.
-        cuts_of: the cuts on a node, by slot; asked only for nodes in ``places``.
-        linear: autograd Functions declared linear by the user.
+        edges, cuts_of, linear: as there; ``cuts_of`` is asked only for nodes in ``places``.
         places: sequence numbers of nodes, of those that have cuts at least.
     """
     found = _Flood(cuts_of, {})

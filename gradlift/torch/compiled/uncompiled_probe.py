@@ -30,10 +30,7 @@ class UncompiledProbe:
     """Runs compiled parts uncompiled while a probe is due.
 
     Args:
-        model: the model.
-        saw: takes note of a module and its output.
-        probing: says whether a probe is due.
-        hidden: whether the model itself shows no sign of being compiled.
+        model, saw, probing, hidden: as for ``CompiledModel``.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class ForwardGuard:
             module.__dict__.pop("forward", None)
 
     def _find(self, name: str) -> tuple[str, nn.Module]:
-        name = self._names.resolve((name,))[name]
+        name = self._names.resolve(name)
         module = self._modules[name]
         if name not in self._mended and "forward" in module.__dict__:
             raise ValueError(f"{name!r} has a forward of its own already, which is left alone")
@@ -293,19 +293,14 @@ def _one_type(module: nn.Module) -> Iterator[str]:
     if not halves:
         yield device
         return
-    with nn.utils.parametrize.cached(), _swapped(module, halves):
-        yield device
-
-
-@contextmanager
-def _swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other tensors in the place of parameters; gradients flow through to these."""
     accessor = NamedMemberAccessor(module)
-    old, _ = accessor.swap_tensors_dict(dict(tensors), allow_missing=False)
-    try:
-        yield
-    finally:
-        accessor.swap_tensors_dict(old, allow_missing=False)
+    with nn.utils.parametrize.cached():
+        # Gradients flow through to the parameters that these stand for.
+        old, _ = accessor.swap_tensors_dict(halves, allow_missing=False)
+        try:
+            yield device
+        finally:
+            accessor.swap_tensors_dict(old, allow_missing=False)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -340,36 +340,24 @@ def update(
     seed: int = 0,
 ) -> None:
     """Update every parameter that has a gradient, unless found_inf is set; see ``cpu_passes``."""
-    with on(table.device):
-        _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm)
-        _launch_update(table, grads, found_inf, seed)
-
-
-def _launch_coefs(
-    table: UpdateTable,
-    grads: GradTable,
-    hypers: Tensor,
-    scale: Tensor,
-    found_inf: Tensor,
-    norm: Tensor,
-    max_norm: float,
-) -> None:
     rows = len(table)
-    _coefs_kernel[(triton.cdiv(rows, ROWS),)](
-        table.pointers,
-        grads.addresses,
-        table.groups,
-        hypers,
-        scale,
-        found_inf,
-        norm,
-        max_norm,
-        table.coefs,
-        rows,
-        ADAM=table.kind == "adam",
-        HYPERS=HYPERS,
-        BLOCK=ROWS,
-    )
+    with on(table.device):
+        _coefs_kernel[(triton.cdiv(rows, ROWS),)](
+            table.pointers,
+            grads.addresses,
+            table.groups,
+            hypers,
+            scale,
+            found_inf,
+            norm,
+            max_norm,
+            table.coefs,
+            rows,
+            ADAM=table.kind == "adam",
+            HYPERS=HYPERS,
+            BLOCK=ROWS,
+        )
+        _launch_update(table, grads, found_inf, seed)
 
 
 def _launch_update(table: UpdateTable, grads: GradTable, found_inf: Tensor, seed: int) -> None:

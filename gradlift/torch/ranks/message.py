@@ -106,15 +106,15 @@ class Exchange:
         self.measured = mine.squares is not None
         if torch.compiler.is_compiling():
             ranks.reduce_(self._rows)
-            self._work = None
+            self._end = None
         else:
-            self._work = ranks.reduce_later_(self._rows)
+            self._end = ranks.reduce_later_(self._rows)
 
     def settle(self) -> Verdict:
         """Wait for the others, on the device where there is one, and decide."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._end is not None:
+            self._end()
+            self._end = None
         return decide(self._rows, self.measured)
 
 

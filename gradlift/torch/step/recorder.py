@@ -232,9 +232,7 @@ def open_recorder(
 
     Args:
         target: a path or a writer.
-        every: record each n-th step.
-        overflows: the scaler's.
-        delay: records wait this many steps for what is learned of them late.
+        every, overflows, delay: as for ``Recorder``.
         device_type: of the scaler.
         about: what a file says of the run.
         first_step: number of the step under way; None for the one after the last on file.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -61,9 +60,9 @@ class DeviceState:
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
-    def has(self, params: Iterable[Tensor]) -> bool:
-        """Whether all of ``params`` have their state."""
-        return all(param in self._slots for param in params)
+    def has(self, param: Tensor) -> bool:
+        """Whether ``param`` has its state."""
+        return param in self._slots
 
     def _remember(self) -> None:
         self._inner = [*self.optimizer.state.values()]
