@@ -129,7 +129,7 @@ def round_to(
     """
     format = get(format)
     if isinstance(x, (int, float)) and not isinstance(x, bool):
-        return _round_float(float(x), format, stochastic, saturate, generator)
+        return _round_float(float(x), format, stochastic, saturate, generator)  # type: ignore[return-value]
     import torch
 
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():

@@ -29,6 +29,7 @@ class Addition(Protocol):
 
     def fingerprint(self) -> int:
         """A hash, from 0 to 2**52, of what must be equal on all ranks."""
+        ...
 
     def columns(self) -> Tensor | None:
         """More columns for this rank's row: float64 [any] on the scaler's device, as many on

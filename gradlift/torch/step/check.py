@@ -47,6 +47,7 @@ class Watcher(Protocol):
     def prefers_two_passes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the two-pass way, whose first pass gives the largest magnitudes, shall be taken
         where nobody asked to clip."""
+        ...
 
     def see(
         self, optimizer: torch.optim.Optimizer, collected: Collected, home: torch.device
@@ -61,6 +62,7 @@ class Watcher(Protocol):
 
     def rows(self, optimizer: torch.optim.Optimizer) -> Weights:
         """Which rows of the optimizer's parameters count, and how much."""
+        ...
 
 
 class GradCheck:
