@@ -93,17 +93,17 @@ def get(format: str | Format | torch.dtype) -> Format:
     return FORMATS[name]
 
 
-Rounded = TypeVar("Rounded", float, "torch.Tensor")
+_Rounded = TypeVar("_Rounded", float, "torch.Tensor")
 
 
 def round_to(
-    x: Rounded,
+    x: _Rounded,
     format: str | Format,
     *,
     stochastic: bool = False,
     saturate: bool = True,
     generator: Any = None,
-) -> Rounded:
+) -> _Rounded:
     """``x`` rounded to ``format``, still held in its own type.
 
     Args:
