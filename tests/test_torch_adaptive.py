@@ -399,10 +399,11 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         {**good, STATE_KEY: 3, "scale": 1.0},
         {**good, STATE_KEY: good[STATE_KEY][:-9]},
         {**good, STATE_KEY: json.dumps({**own, "version": 99})},
-        {**good, STATE_KEY: {**own, "pilot": {}}, "scale": 1.0},
-        {**good, STATE_KEY: {"version": 1}},
-        {**good, STATE_KEY: {**own, "pins": {"nobody": 1}}, "scale": 1.0},
-        {**good, STATE_KEY: {**own, "step": 900, "pins": {"2": 1}}, "scale": "adaptive"},
+        {**good, STATE_KEY: own},
+        {**good, STATE_KEY: json.dumps({**own, "pilot": {}}), "scale": 1.0},
+        {**good, STATE_KEY: json.dumps({"version": 2})},
+        {**good, STATE_KEY: json.dumps({**own, "pins": {"nobody": 1}}), "scale": 1.0},
+        {**good, STATE_KEY: json.dumps({**own, "pins": {"2": 1}}), "scale": "adaptive"},
     ):
         with pytest.raises(ValueError, match=STATE_KEY + "|adaptive|nobody"):
             run.scaler.load_state_dict(damage)
