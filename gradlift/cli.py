@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,9 @@ def _add_diagnose(commands: Any) -> None:
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="what makes model and batches")
     parser.add_argument("--batches", type=_count, metavar="N", help="look at N batches at most")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="share that may be lost")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-3, metavar="SHARE", help="may be lost (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--traceback", action="store_true", help="show where your function failed")
 
@@ -125,9 +127,8 @@ def _diagnose(arguments: argparse.Namespace) -> None:
         raise Mistake(str(error)) from None
     made = _call(make, arguments)
     if not isinstance(made, tuple) or len(made) != 3:
-        raise Mistake(
-            f"{arguments.target} must return (model, loss_fn, batches), got {_brief(made)}"
-        )
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise Mistake(f"{arguments.target} must return (model, loss_fn, batches), got {got}")
     model, loss_fn, batches = made
     if arguments.batches and isinstance(batches, Iterable):
         batches = islice(batches, arguments.batches)
@@ -181,10 +182,6 @@ def _where(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def _brief(value: object) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
-
-
 # Report.
 
 
@@ -205,10 +202,8 @@ def _add_report(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    try:
-        from gradlift.report import page as report
-    except ImportError as error:
-        raise Mistake(f"{error}; a report needs pip install 'gradlift[report]'") from None
+    from gradlift.report import page as report
+
     format, output = _format(arguments), arguments.output
     if arguments.json and output is None:
         output = "-"
@@ -310,7 +305,9 @@ def _add_demo(commands: Any) -> None:
         _demo,
     )
     parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps of each run")
-    parser.add_argument("--out", metavar="FOLDER", default="gradlift-demo", help="(%(default)s)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", default="gradlift-demo", help="for report.html (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
 
 
@@ -346,8 +343,6 @@ def _console(stderr: bool = False, quiet: bool = False) -> Any:
 
 def _status(what: str, quiet: bool) -> Any:
     """A sign of life on a terminal."""
-    from contextlib import nullcontext
-
     if quiet or not sys.stderr.isatty():
         return nullcontext()
     return _console(stderr=True).status(f"{what} …")

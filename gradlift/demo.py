@@ -28,7 +28,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,15 +68,14 @@ class Task:
     growth_interval: int
     """Of the dynamic scales; far below the usual 2000, so that a run this short moves them."""
     rows: int
-    """Training rows."""
-    batch: int
+    """Training rows, all of them in every step."""
     epsilon: float
     """Adam's."""
     seed: int = 0
 
 
-SIGMOID = Task("sigmoid", 250, 7e-3, 2.0**16, 12, rows=360, batch=360, epsilon=1e-8)
-TANH = Task("tanh", 600, 1e-3, 2.0**10, 25, rows=256, batch=256, epsilon=1e-20)
+SIGMOID = Task("sigmoid", 250, 7e-3, 2.0**16, 12, rows=360, epsilon=1e-8)
+TANH = Task("tanh", 600, 1e-3, 2.0**10, 25, rows=256, epsilon=1e-20)
 TASKS = (SIGMOID, TANH)
 
 
@@ -149,7 +147,7 @@ def _linear(fan_out: int, gain: float, bias: float, generator: torch.Generator) 
 
 
 def _sigmoid_layers(generator: torch.Generator) -> Iterator[nn.Module]:
-    for _, fan_out in pairwise([64] * 5 + [10]):
+    for fan_out in (64, 64, 64, 64, 10):
         yield _linear(fan_out, 1.0, 0.0, generator)
         yield nn.Sigmoid()
 
@@ -229,8 +227,8 @@ def train(
         record.unlink(missing_ok=True)
         scaler.record_to(record)
     zeroed = counted = skipped = 0
-    for step, rows in enumerate(_batches(task, len(data.train))):
-        inputs, labels = data.train[rows], data.train_labels[rows]
+    inputs, labels = data.train, data.train_labels
+    for step in range(task.steps):
         optimizer.zero_grad()
         with torch.autocast(device, torch.float16, enabled=way != "float32"):
             output = network(inputs)
@@ -250,39 +248,16 @@ def train(
     for recorder in getattr(scaler, "_recorders", ()):
         recorder.close()
     skipped = skipped if way == "torch" else scaler.skipped_steps
-    return _judge(task, way, network, data, skipped, zeroed / max(counted, 1), scaler.get_scale())
-
-
-def _batches(task: Task, rows: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(task.seed + 1)
-    for _ in range(task.steps):
-        everything = task.batch >= rows
-        yield (
-            torch.arange(rows)
-            if everything
-            else torch.randint(rows, (task.batch,), generator=generator)
-        )
+    # What the trained weights are worth, in float32 for every way.
+    with torch.no_grad():
+        final = loss_of(task, network(inputs), labels).item()
+        right = (network(data.test).argmax(dim=1) == data.test_labels).float().mean().item()
+    lost = zeroed / max(counted, 1)
+    return Result(task.name, way, final, right, skipped, lost, scaler.get_scale())
 
 
 # Of ten digits.
 CHANCE = 0.1
-
-
-@torch.no_grad()
-def _judge(
-    task: Task,
-    way: str,
-    network: nn.Module,
-    data: Digits,
-    skipped: int,
-    zeroed: float,
-    scale: float,
-) -> Result:
-    """What the trained weights are worth, in float32 for every way."""
-    loss = loss_of(task, network(data.train), data.train_labels)
-    right = network(data.test).argmax(dim=1) == data.test_labels
-    accuracy = right.float().mean().item()
-    return Result(task.name, way, loss.item(), accuracy, skipped, zeroed, scale)
 
 
 def learned(result: Result, results: Sequence[Result]) -> bool:
@@ -359,7 +334,7 @@ def show(
     for task in tasks:
         own = [r for r in results if r.task == task.name]
         console.print(make_table(task, own))
-        for text in _warnings(own):
+        for text in (f"{WAYS[r.way]}: {told}" for r in own for told in r.warned):
             console.print(text, style="dim", markup=False, highlight=False)
     if not quiet:
         console.print(
@@ -369,11 +344,6 @@ def show(
             f"every {PROBE_INTERVAL} steps."
         )
     console.print(f"Report: {page}", soft_wrap=True)
-
-
-def _warnings(results: Sequence[Result]) -> list[str]:
-    """What was warned of, and in which way."""
-    return [f"{WAYS[r.way]}: {text}" for r in results for text in r.warned]
 
 
 def _recorded(tasks: Sequence[Task], folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ import math
 import random
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -93,32 +93,17 @@ def get(format: str | Format | torch.dtype) -> Format:
     return FORMATS[name]
 
 
-@overload
+_Rounded = TypeVar("_Rounded", float, "torch.Tensor")
+
+
 def round_to(
-    x: float,
-    format: str | Format,
-    *,
-    stochastic: bool = ...,
-    saturate: bool = ...,
-    generator: random.Random | None = ...,
-) -> float: ...
-@overload
-def round_to(
-    x: torch.Tensor,
-    format: str | Format,
-    *,
-    stochastic: bool = ...,
-    saturate: bool = ...,
-    generator: torch.Generator | None = ...,
-) -> torch.Tensor: ...
-def round_to(
-    x: float | torch.Tensor,
+    x: _Rounded,
     format: str | Format,
     *,
     stochastic: bool = False,
     saturate: bool = True,
     generator: Any = None,
-) -> float | torch.Tensor:
+) -> _Rounded:
     """``x`` rounded to ``format``, still held in its own type.
 
     Args:
@@ -144,7 +129,7 @@ def round_to(
     """
     format = get(format)
     if isinstance(x, (int, float)) and not isinstance(x, bool):
-        return _round_float(float(x), format, stochastic, saturate, generator)
+        return _round_float(float(x), format, stochastic, saturate, generator)  # type: ignore[return-value]
     import torch
 
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from gradlift.floor import AT_FLOOR
+from gradlift.floor import AT_FLOOR, act
 from gradlift.policy import Dynamic, Policy, ScaleState, update
-from gradlift.troubleshooting import see, warn
+from gradlift.troubleshooting import warn
 
 try:
     mx: Any = importlib.import_module("mxnet")
@@ -67,26 +68,19 @@ class LossScaler:
     def _react(self, loss_finite: bool) -> None:
         if not loss_finite:
             self._warn(
-                "the loss is inf or NaN before it is scaled: no loss scale can help",
+                "gradlift: the loss is inf or NaN before it is scaled: no loss scale can help",
                 "the-loss-is-inf-or-nan",
             )
         elif self.loss_scale <= self.policy.min_scale:
-            self._at_floor()
-
-    def _at_floor(self) -> None:
-        text = f"a step overflowed with the scale at its floor, {self.policy.min_scale:g}"
-        on_floor = self.policy.on_floor
-        if callable(on_floor):
-            on_floor(self)
-        elif on_floor == "raise":
-            raise FloatingPointError(f"gradlift: {text}{see(AT_FLOOR)}")
-        elif on_floor == "warn":
-            self._warn(text, AT_FLOOR)
+            floor = self.policy.min_scale
+            text = f"gradlift: a step overflowed with the scale at its floor, {floor:g}"
+            say = partial(self._warn, anchor=AT_FLOOR)
+            act(self.policy.on_floor, lambda: text, self, say)
 
     def _warn(self, text: str, anchor: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warn(f"gradlift: {text}", anchor, stacklevel=5)
+            warn(text, anchor, stacklevel=5)
 
 
 def _finite(arrays: list[Any]) -> bool:

@@ -170,7 +170,7 @@ def dict_of(key: Check, inner: Check) -> Check:
 class Since:
     """An entry that older states do not have, and what stands for it there."""
 
-    def __init__(self, inner: Check, default: Any) -> None:
+    def __init__(self, inner: Check, default: Any = None) -> None:
         self.inner, self.default = inner, default
 
 
@@ -211,7 +211,10 @@ def record(make: Any = dict, **entries: Check | Since) -> Check:
                     continue
                 inner = inner.inner
             found[name] = at(inner, value[name], name)
-        return _made(make, found, value)
+        try:
+            return make(**found)
+        except ValueError as error:
+            raise Mismatch(f"one that fits together ({error})", value) from None
 
     return check
 
@@ -241,13 +244,6 @@ class Odd:
 
     def __repr__(self) -> str:
         return self._words
-
-
-def _made(make: Any, found: dict[str, Any], value: Any) -> Any:
-    try:
-        return make(**found)
-    except ValueError as error:
-        raise Mismatch(f"one that fits together ({error})", value) from None
 
 
 def at(inner: Check, value: Any, *place: Any) -> Any:

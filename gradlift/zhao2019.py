@@ -239,21 +239,21 @@ class Formula:
     threshold: float
     limits: Limits
 
-    def layer_step(self, passage: CutStatistics, exponent: int) -> Step:
+    def layer_step(self, seen: CutStatistics, exponent: int) -> Step:
         """Of a layer whose gradient comes at 2**exponent."""
-        if passage.weight is None or passage.gradient is None:
+        if seen.weight is None or seen.gradient is None:
             return PASS
-        stored = passage.gradient.times(exponent)
-        need, cap = for_product(stored, passage.weight, passage.terms, self.threshold, self.limits)
-        return self._bounded(f"the product of {passage.name}", need, cap, exponent)
+        stored = seen.gradient.times(exponent)
+        need, cap = for_product(stored, seen.weight, seen.terms, self.threshold, self.limits)
+        return self._bounded(f"the product of {seen.name}", need, cap, exponent)
 
-    def cast_step(self, passage: CutStatistics, exponent: int) -> Step:
+    def cast_step(self, seen: CutStatistics, exponent: int) -> Step:
         """Of a gradient that is cast to the format at 2**exponent."""
-        if passage.gradient is None:
+        if seen.gradient is None:
             return PASS
-        stored = passage.gradient.times(exponent)
-        need, cap = for_cast(stored, self.threshold, self.limits, passage.classifies)
-        return self._bounded(f"the gradient cast for {passage.name}", need, cap, exponent)
+        stored = seen.gradient.times(exponent)
+        need, cap = for_cast(stored, self.threshold, self.limits, seen.classifies)
+        return self._bounded(f"the gradient cast for {seen.name}", need, cap, exponent)
 
     def _bounded(self, what: str, need: float, cap: float, exponent: int) -> Step:
         room = math.ldexp(self.rule.accum_bound, -exponent)

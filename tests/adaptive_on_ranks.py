@@ -252,6 +252,12 @@ def observed(scaler):
     return {**state, "gradlift_adaptive": own}
 
 
+def as_saved(seen):
+    """What ``observed`` gave, as a state to load."""
+    own = {"overflowed": [], **seen["gradlift_adaptive"]}
+    return {**seen, "gradlift_adaptive": json.dumps(own)}
+
+
 def adaptive_run(
     rank, world, *, shard=False, slow=False, drop=False, odd=False, bad=(), steps=16, load=None
 ):
@@ -276,7 +282,7 @@ def adaptive_run(
         outer = DistributedDataParallel(model, find_unused_parameters=drop)
     scaler = AdaptiveGradScaler(outer, "cpu", interval=80 if odd else 4)
     if load is not None:
-        scaler.load_state_dict(load)
+        scaler.load_state_dict(as_saved(load))
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
     dice, states, active = random.Random(rank), [], []
     for step in range(steps):

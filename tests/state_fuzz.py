@@ -304,8 +304,6 @@ def valid_scaler(state: Any) -> bool:
     if not isinstance(state, dict):
         return False
     own = state.get("gradlift")
-    if isinstance(own, dict):
-        own = {"steps": 0, "mended": "{}", "growth_delay": 0, **own}  # as states of old
     rest = {k: v for k, v in state.items() if k != "gradlift"}
     if "gradlift" in state and not (
         is_dict(
@@ -569,20 +567,13 @@ def valid_adaptive(own: Any, rule: str) -> bool:
     """Any model's: of another one, the scale is taken alone."""
     if not isinstance(own, dict):
         return False
-    version = own.get("version")
-    if isinstance(version, bool) or version not in (1, 2) or not isinstance(version, int):
-        return False
-    own = {"overflowed": [], "wide": [], "changes": False, **own}
-    if version == 1:
-        own.pop("model", None)
-        own["model"] = {"modules": "0" * 32, "parameters": None}
     another = own.get("model") != identity(network())
     if not is_dict(
         own,
-        version=lambda v: True,
+        version=lambda v: is_whole(v, 2, 2),
         step=is_step,
         pilot=lambda v: valid_pilot(v, rule)
-        or (another and version == 2 and valid_pilot_of_another_kind(v)),
+        or (another and valid_pilot_of_another_kind(v)),
         pending=lambda v: is_list(v, valid_pending, 8),
         pins=lambda v: is_map(v, is_offset),
         probing=is_flag,
@@ -619,7 +610,7 @@ def valid_masters(state: Any) -> bool:
     groups = state.get("param_groups")
     if not isinstance(groups, (list, tuple)) or len(groups) != 1 or not isinstance(groups[0], dict):
         return False
-    group, kept = groups[0], state.get("masters", {})
+    group = groups[0]
     numbers = {"lr": 0, "eps": 0, "weight_decay": 0}
     switches = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
     return (
@@ -635,8 +626,6 @@ def valid_masters(state: Any) -> bool:
         and isinstance(group.get("betas"), (list, tuple))
         and len(group["betas"]) == 2
         and all(is_number(b, 0) and b < 1 for b in group["betas"])
-        and isinstance(kept, dict)
-        and all(is_whole(i, 0, 3) and good_master(m, i) for i, m in kept.items())
         and all(
             valid_entries(entries, group["params"].index(key), bool(group["amsgrad"]))
             if key in group["params"]

@@ -603,7 +603,7 @@ def test_a_copy_of_the_model_has_weights_of_its_own():
         assert twin(torch.ones(1, 1)).item() == 5.0
         assert twin(torch.ones(1, 1)).dtype is torch.float32
         assert twin.state_dict()["weight"].item() == 5.0
-        assert [hook.weights._of for hook in twin._state_dict_hooks.values()] == [{}]
+        assert [hook.args[0]._of for hook in twin._state_dict_hooks.values()] == [{}]
     assert model(torch.ones(1, 1)).item() == 2.0
 
 

@@ -22,7 +22,7 @@ from gradlift import cli, demo
 from gradlift.report import read
 
 # Half the rows and fewer steps than the demo's: less accurate, and as clear.
-SMALL_TANH = replace(demo.TANH, rows=128, batch=128, steps=400)
+SMALL_TANH = replace(demo.TANH, rows=128, steps=400)
 ONE_SCALE = ["static", "torch", "dynamic"]
 
 
@@ -164,7 +164,6 @@ def test_what_was_warned_of_is_told_with_the_table_and_what_others_warn_of_goes_
         results = demo.compare(demo.SIGMOID)
     assert len(told) == 1
     assert {r.way: r.warned for r in results if r.warned} == {"static": ("gradlift: it broke",)}
-    assert demo._warnings(results) == ["fp16, static: gradlift: it broke"]
 
 
 ACCURACIES = (0.3, 0.21, 0.2, 0.1, 0.16, 0.3)

@@ -96,23 +96,6 @@ def test_parameters_that_are_hidden_or_not_there_yet_leave_it_to_the_modules():
     assert not is_same(identity(network(more=True)), lazy)
 
 
-def test_a_state_of_version_1_loads_as_it_did():
-    """It has no model, nor had the oldest overflowed parameters, a rule or a format."""
-    saved = trained(network())
-    state = saved.state_dict()
-    own = json.loads(state[KEY])
-    own["version"] = 1
-    for name in ("model", "overflowed", "wide"):
-        del own[name]
-    for name in ("rule", "format"):
-        del own["pilot"][name]
-    for form in (json.dumps(own), own):
-        scaler = AdaptiveGradScaler(network(), "cpu")
-        scaler.load_state_dict({**state, KEY: form})
-        assert scaler.plan == saved.plan
-        assert scaler.get_scale() == saved.get_scale()
-
-
 def damage(own, where, value):
     *path, last = where
     for key in path:
@@ -123,7 +106,7 @@ def damage(own, where, value):
 @pytest.mark.parametrize(
     ("where", "value", "words"),
     [
-        (("version",), 3, r"\['version'\] must be 1 or 2, got 3"),
+        (("version",), 3, r"\['version'\] must be 2, got 3"),
         (("pilot", "offsets", "0"), 121, r"\['pilot'\]\['offsets'\]\['0'\] must be a whole number"),
         (("pending", 0, "record", "exponent"), float("nan"), r"\['exponent'\] must be .* got nan"),
         (("pending", 0, "record", "step"), 99, r"\['pending'\] must be of steps in order before"),

@@ -231,7 +231,7 @@ def test_fewer_ranks_go_on_with_scale_and_plan(ranks):
     assert first == (None, len(before["pilot"]["plan"]["active"]))
     assert first[1] >= 1
     alone = AdaptiveGradScaler(on_ranks.Deep(), "cpu", interval=4)
-    alone.load_state_dict(saved)
+    alone.load_state_dict(on_ranks.as_saved(saved))
     assert alone.get_scale() == saved["scale"]
     assert alone.plan.to_dict() == before["pilot"]["plan"]
     alone.close()

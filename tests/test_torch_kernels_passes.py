@@ -113,17 +113,16 @@ def test_an_unchanged_list_is_not_sent_again() -> None:
     assert numbers.hold([]).tolist() == []
 
 
-def counted(backend: Any, grads: list[Tensor | None], found: float) -> list[list[int]]:
+def counted(grads: list[Tensor | None], found: float) -> list[list[int]]:
     table = grad_table(grads)
     counts = torch.full((len(grads), 2), 123, dtype=torch.int32, device=DEVICE)
     flag = torch.tensor(found, device=DEVICE)
-    backend.count_nonfinite(table, flag, counts)
+    check_pass.count_nonfinite(table, flag, counts)
     return counts.tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_counts_of_inf_and_nan(backend: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counts_of_inf_and_nan(dtype: torch.dtype) -> None:
     grads: list[Tensor | None] = list(odd_tensors(dtype))
     expected = [[0, 0] for _ in grads]
     for row, grad in enumerate(grads):
@@ -139,7 +138,7 @@ def test_counts_of_inf_and_nan(backend: Any, dtype: torch.dtype) -> None:
     expected[7][0] = 4
     grads.append(None)
     expected.append([0, 0])
-    assert counted(backend, grads, 1.0) == expected
+    assert counted(grads, 1.0) == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -154,30 +153,22 @@ def test_a_gradient_that_goes_missing_counts_as_empty(backend: Any) -> None:
     assert found.amax[:2].tolist() == [3.0, 0.0]
     assert found.sumsq[:2].tolist() == pytest.approx([45000.0, 0.0], rel=1e-6)
     counts = torch.full((3, 2), 9, dtype=torch.int32, device=DEVICE)
-    backend.count_nonfinite(table, found_inf, counts)
+    check_pass.count_nonfinite(table, found_inf, counts)
     assert counts.tolist() == [[0, 0], [0, 0], [0, 1]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_counted_without_an_overflow(backend: Any) -> None:
+def test_nothing_is_counted_without_an_overflow() -> None:
     grads: list[Tensor | None] = [torch.full((3,), float("inf"), device=DEVICE)]
-    assert counted(backend, grads, 0.0) == [[123, 123]]
+    assert counted(grads, 0.0) == [[123, 123]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_largest_double_is_no_inf(backend: Any) -> None:
-    grads: list[Tensor | None] = [torch.full((3,), 1e300, dtype=torch.float64, device=DEVICE)]
-    assert counted(backend, grads, 1.0) == [[0, 0]]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_mixed_dtypes_are_counted_each_in_its_row(backend: Any) -> None:
+def test_mixed_dtypes_are_counted_each_in_its_row() -> None:
     grads: list[Tensor | None] = []
     for index, dtype in enumerate(DTYPES * 2):
         grad = torch.zeros(20 + index, device=DEVICE, dtype=dtype)[index % 2 :]
         grad[:index] = float("inf")
         grads.append(grad)
-    assert counted(backend, grads, 1.0) == [[index, 0] for index in range(6)]
+    assert counted(grads, 1.0) == [[index, 0] for index in range(6)]
 
 
 def measured(

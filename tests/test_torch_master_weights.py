@@ -131,19 +131,6 @@ def test_the_state_of_a_plain_optimizer_leaves_a_loaded_model_alone():
         assert torch.equal(optimizer.masters[list(weights).index(name)], weights[name].float())
 
 
-def test_a_state_of_old_with_the_masters_beside_is_read():
-    model, optimizer = made()
-    train(model, optimizer)
-    state = copy.deepcopy(optimizer.state_dict())
-    old = {**state, "masters": {i: s["master"] for i, s in state["state"].items()}}
-    old["state"] = {
-        i: {k: v for k, v in s.items() if k != "master"} for i, s in state["state"].items()
-    }
-    other, loaded = made(1)
-    loaded.load_state_dict(old)
-    check_equal(everything(model, optimizer), everything(other, loaded))
-
-
 # torch.distributed.checkpoint, in one process.
 
 

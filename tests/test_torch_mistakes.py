@@ -15,6 +15,7 @@ from gradlift.torch import (
     UnevenInputs,
     diagnose,
 )
+from gradlift.torch.ranks.message import OWN, PLAIN
 
 
 def network():
@@ -136,7 +137,10 @@ def test_stage_and_own_parameters():
 def test_one_parameter_is_marked_as_a_whole():
     scaler, model = GradScaler("cpu"), network()
     scaler.mark_own(model[0].weight)
-    assert agreement_of(scaler).ownership.marked(model[0].weight)
+    optimizer = torch.optim.SGD([model[0].weight, model[0].bias])
+    for param in model[0].parameters():
+        param.grad = torch.ones_like(param)
+    assert agreement_of(scaler).ownership.classes(optimizer)[0] == [OWN, PLAIN]
 
 
 def test_captured_step():

@@ -109,7 +109,7 @@ def compare_kernel(device):
     launch = scalars.Launch(scalars.rule, torch.device(device), 1, 1, ())
 
     def kernel(policy, state, counts, found, bad):
-        numbers = module._numbers(policy, state.scale.device)
+        numbers = module._on_device(module.numbers(policy), state.scale.device)
         launch(*state, counts, found, bad, numbers)
 
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,8 @@ from gradlift.apex.casts import (
     register_half_function,
     register_promote_function,
 )
-from gradlift.apex.frontend import initialize, master_params
+from gradlift.apex.frontend import initialize
+from gradlift.apex.masters import master_params
 from gradlift.apex.scaling import _amp_state, load_state_dict, scale_loss, state_dict
 
 __all__ = [

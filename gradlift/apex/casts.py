@@ -26,17 +26,6 @@ Function = Callable[..., Any]
 FUNCTIONAL = torch.nn.functional
 RECURRENT: Any = torch.nn.modules.rnn._VF
 
-# float16, by autocast: every argument is cast, and so are functions built on these.
-AUTOCAST_HALF = {
-    FUNCTIONAL: (
-        *("conv1d", "conv2d", "conv3d"),
-        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        *("conv_tbc", "linear", "prelu", "scaled_dot_product_attention"),
-    ),
-    torch: ("addmm", "matmul", "mm", "addbmm", "baddbmm", "bmm", "prelu", "einsum"),
-    Tensor: ("__matmul__", "addmm", "matmul", "mm", "addbmm", "baddbmm", "bmm"),
-}
-
 # float16, by a replaced function: autocast does these on CUDA, and not (or wrongly) on the CPU.
 HALF_ON_CPU = {
     torch: ("addmv", "addr", "mv"),
@@ -125,13 +114,11 @@ def turn_on(devices: Iterable[str]) -> None:
     # The users' first: a function of theirs may be in a list too, and their word counts.
     for (owner, name), wrap in _state.registered.items():
         _replace(owner, name, wrap)
-    for wrap, table in ((_half_on_cpu, HALF_ON_CPU), (_floated, FLOAT), (_promoted, PROMOTE)):
+    tables = (_half_on_cpu, HALF_ON_CPU), (float_function, FLOAT), (promote_function, PROMOTE)
+    for wrap, table in (*tables, (_refused_in_place, IN_PLACE)):
         for owner, names in table.items():
             for name in names:
                 _replace(owner, name, wrap)
-    for owner, names in IN_PLACE.items():
-        for name in names:
-            _replace(owner, name, _refused_in_place)
     _replace(FUNCTIONAL, BANNED, _banned)
     for name in ("backward", "grad"):
         _replace(torch.autograd, name, _without_autocast)
@@ -227,24 +214,12 @@ def _casting(function: Function, choose: Callable[[tuple], torch.dtype | None]) 
     return wrapper
 
 
-def _halved(function: Function) -> Function:
-    return _casting(function, lambda values: torch.float16)
-
-
 def _half_on_cpu(function: Function) -> Function:
     def choose(values: tuple) -> torch.dtype | None:
         on_cpu = any(isinstance(v, Tensor) and v.device.type == "cpu" for v in values)
         return torch.float16 if on_cpu else None
 
     return _casting(function, choose)
-
-
-def _floated(function: Function) -> Function:
-    return _casting(function, lambda v: torch.float32 if torch.float16 in _dtypes(v) else None)
-
-
-def _promoted(function: Function) -> Function:
-    return _casting(function, lambda v: torch.float32 if len(_dtypes(v)) > 1 else None)
 
 
 def _banned(function: Function) -> Function:
@@ -289,32 +264,32 @@ def _without_autocast(function: Function) -> Function:
 
 def half_function(fn: Function) -> Function:
     """A decorator: under O1, ``fn`` gets its floating arguments as float16."""
-    return _halved(fn)
+    return _casting(fn, lambda values: torch.float16)
 
 
 def float_function(fn: Function) -> Function:
     """A decorator: under O1, ``fn`` gets its floating arguments as float32."""
-    return _floated(fn)
+    return _casting(fn, lambda v: torch.float32 if torch.float16 in _dtypes(v) else None)
 
 
 def promote_function(fn: Function) -> Function:
     """A decorator: under O1, ``fn`` gets float32 where float16 and float32 are mixed."""
-    return _promoted(fn)
+    return _casting(fn, lambda v: torch.float32 if len(_dtypes(v)) > 1 else None)
 
 
 def register_half_function(module: Any, name: str) -> None:
     """As ``half_function``, for the function called ``name`` in ``module``."""
-    _register(module, name, _halved)
+    _register(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
     """As ``float_function``, for the function called ``name`` in ``module``."""
-    _register(module, name, _floated)
+    _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """As ``promote_function``, for the function called ``name`` in ``module``."""
-    _register(module, name, _promoted)
+    _register(module, name, promote_function)
 
 
 def _register(module: Any, name: str, wrap: Callable[[Function], Function]) -> None:

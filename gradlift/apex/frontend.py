@@ -101,8 +101,8 @@ def _prepare(
     outputs: torch.dtype | None,
 ) -> None:
     dtype = chosen.cast_model_type
-    owned = itertools.chain.from_iterable(map(masters.owned, opts))
-    weights = models.Float32Weights(owned if chosen.master_weights else ())
+    stepped = itertools.chain.from_iterable(map(masters.master_params, opts))
+    weights = models.Float32Weights(stepped if chosen.master_weights else ())
     for net in nets:
         if dtype is None:
             models.cast_forward(net, None, outputs)
@@ -158,9 +158,3 @@ def _device_types(nets: list[torch.nn.Module]) -> list[str]:
         # The model may be moved after initialize; it must not train in float32 unnoticed then.
         found["cuda"] = None
     return list(found) or ["cpu"]
-
-
-def master_params(optimizer: torch.optim.Optimizer) -> Any:
-    """The parameters that the optimizer steps, one by one: float32 masters under O2. These are
-    the ones whose gradients to clip, after ``scale_loss`` and before ``step``."""
-    return masters.owned(optimizer)

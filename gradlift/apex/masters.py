@@ -84,7 +84,7 @@ class Stash:
         self._fresh = False
         if self.scaled_by is not None:
             return  # backward adds to gradients that carry the same scale
-        for param in owned(optimizer):
+        for param in master_params(optimizer):
             if param.grad is not None:
                 self._aside[id(param)] = param.grad
                 param.grad = None
@@ -99,7 +99,7 @@ class Stash:
     def merge(self, optimizer: Optimizer, scaler: Any, found_inf: Tensor) -> None:
         """``found_inf``: 0-d, set if this loss's gradients hold an inf or a NaN."""
         with torch.no_grad():
-            for param in owned(optimizer):
+            for param in master_params(optimizer):
                 before = self._aside.pop(id(param), None)
                 if before is not None:
                     param.grad = before if param.grad is None else param.grad.add_(before)
@@ -109,7 +109,7 @@ class Stash:
 
     def abandon(self, optimizer: Optimizer) -> None:
         """Backward failed: what it left is scaled and incomplete, so drop it."""
-        for param in (*owned(optimizer), *self.all_fp16_params):
+        for param in (*master_params(optimizer), *self.all_fp16_params):
             param.grad = self._aside.pop(id(param), None)
 
     def skips(self) -> bool:
@@ -140,8 +140,9 @@ class Stash:
             master.grad = None
 
 
-def owned(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters in the optimizer's groups, in order: masters, where there are any."""
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that the optimizer steps, one by one: float32 masters under O2. These are
+    the ones whose gradients to clip, after ``scale_loss`` and before ``step``."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,29 +40,18 @@ def cast_forward(
 ) -> None:
     """Have the floating tensors that go in and come out cast; None leaves them as they are."""
     if inputs is not None:
-        model.register_forward_pre_hook(InputCast(inputs), prepend=True, with_kwargs=True)
+        hook = partial(_cast_inputs, inputs)
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     if outputs is not None:
-        model.register_forward_hook(OutputCast(outputs))
+        model.register_forward_hook(partial(_cast_output, outputs))
 
 
-class InputCast:
-    """A forward pre-hook."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: Any, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        return converted(args, self.dtype), converted(kwargs, self.dtype)
+def _cast_inputs(dtype: torch.dtype, module: Any, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+    return converted(args, dtype), converted(kwargs, dtype)
 
 
-class OutputCast:
-    """A forward hook."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: Any, args: tuple, output: Any) -> Any:
-        return converted(output, self.dtype)
+def _cast_output(dtype: torch.dtype, module: Any, args: tuple, output: Any) -> Any:
+    return converted(output, dtype)
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
@@ -136,40 +126,29 @@ class Float32Weights:
 def float32_checkpoints(model: torch.nn.Module, weights: Float32Weights) -> None:
     """Have ``state_dict`` give float32, and ``load_state_dict`` keep the float32 it is given."""
     for module in model.modules():
-        module.register_state_dict_post_hook(WriteFloat32(weights))
-        module.register_load_state_dict_pre_hook(ReadFloat32(weights))
+        module.register_state_dict_post_hook(partial(_write_float32, weights))
+        module.register_load_state_dict_pre_hook(partial(_read_float32, weights))
 
 
-class WriteFloat32:
-    """A hook for ``state_dict``."""
-
-    def __init__(self, weights: Float32Weights) -> None:
-        self.weights = weights
-
-    def __call__(self, module: Any, state: dict, prefix: str, metadata: Any) -> None:
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            value = state.get(prefix + name)
-            if isinstance(value, Tensor) and value.dtype in HALF:
-                state[prefix + name] = self._float32(tensor, value)
-
-    def _float32(self, tensor: Tensor, value: Tensor) -> Tensor:
-        kept = self.weights.get(tensor)
-        # It is no master of what somebody wrote into the weight itself.
-        if kept is None or not torch.equal(kept.to(value.dtype), value):
-            return value.float()
-        return kept.detach().clone()
+def _write_float32(
+    weights: Float32Weights, module: Any, state: dict, prefix: str, metadata: Any
+) -> None:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype in HALF:
+            kept = weights.get(tensor)
+            # It is no master of what somebody wrote into the weight itself.
+            if kept is not None and torch.equal(kept.to(value.dtype), value):
+                value = kept.detach().clone()
+            state[prefix + name] = value.float()
 
 
-class ReadFloat32:
-    """A hook for ``load_state_dict``."""
-
-    def __init__(self, weights: Float32Weights) -> None:
-        self.weights = weights
-
-    def __call__(self, module: Any, state: dict, prefix: str, *rest: Any) -> None:
-        for name, param in module._parameters.items():
-            kept = None if param is None else self.weights.get(param)
-            given = state.get(prefix + name)
-            if kept is not None and isinstance(given, Tensor) and given.shape == kept.shape:
-                with torch.no_grad():
-                    kept.copy_(given)
+def _read_float32(
+    weights: Float32Weights, module: Any, state: dict, prefix: str, *rest: Any
+) -> None:
+    for name, param in module._parameters.items():
+        kept = None if param is None else weights.get(param)
+        given = state.get(prefix + name)
+        if kept is not None and isinstance(given, Tensor) and given.shape == kept.shape:
+            with torch.no_grad():
+                kept.copy_(given)

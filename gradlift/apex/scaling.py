@@ -125,7 +125,8 @@ def scale_loss(
     if scaler.idle and not _amp_state.opt_properties.master_weights:
         yield loss.float()
         return
-    chosen = _as_list(optimizers)
+    one: Any = optimizers
+    chosen = [one] if hasattr(one, "param_groups") else list(one)
     for optimizer in chosen:
         _check_delayed(stash_of(optimizer), scaler)
         stash_of(optimizer).prepare(optimizer)
@@ -162,10 +163,6 @@ def _scaler(loss_id: int, delay_overflow_check: bool) -> LossScaler | None:
             f"got {loss_id!r}; give amp.initialize a larger num_losses"
         )
     return _amp_state.loss_scalers[loss_id]
-
-
-def _as_list(optimizers: Any) -> list[Optimizer]:
-    return [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
 
 
 def _check_delayed(stash: Stash, scaler: LossScaler) -> None:

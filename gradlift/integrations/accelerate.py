@@ -103,7 +103,7 @@ class PreparedScaler:
         self._owners: list[Any] | None = None
         self._built_for: list[weakref.ref[Any]] = []
         self._hooks = [
-            accelerator.register_save_state_pre_hook(self._before_save),
+            accelerator.register_save_state_pre_hook(lambda *_: self._joint.flush(self.scaler)),
             accelerator.register_load_state_pre_hook(self._after_load),
         ]
         self._replace_methods()
@@ -161,7 +161,7 @@ class PreparedScaler:
         self._overrides.set(accelerator, "native_amp", True)
 
     def _adopt_what_is_prepared(self) -> None:
-        for model in self._models():
+        for model in self._accelerator._models:
             if "_original_forward" not in vars(model):  # prepared on the CPU, without autocast
                 forward = model.forward
                 self._overrides.set(model, "_original_forward", forward)
@@ -169,15 +169,12 @@ class PreparedScaler:
                 self._overrides.set(model, "forward", cast)
         for optimizer in self._accelerator._optimizers:
             self._adopt(optimizer)
-        if isinstance(self._source, GradScaler) or self._models():
+        if isinstance(self._source, GradScaler) or self._accelerator._models:
             self._build()
-
-    def _models(self) -> list[Any]:
-        return self._accelerator._models
 
     def _bare_models(self) -> list[Any]:
         unwrap = self._accelerator.unwrap_model
-        return [unwrap(model, keep_torch_compile=False) for model in self._models()]
+        return [unwrap(model, keep_torch_compile=False) for model in self._accelerator._models]
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
@@ -286,9 +283,6 @@ class PreparedScaler:
         self._joint.after_step(scaler, bare)
 
     # Checkpoints.
-
-    def _before_save(self, models: Any, weights: Any, folder: str) -> None:
-        self._joint.flush(self.scaler)
 
     def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Under FSDP2 Accelerate makes the scaler's tensors, which one in use has already."""

@@ -7,6 +7,7 @@ versions of the library that were looked at.
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -46,10 +47,5 @@ def require_version(package: str, lowest: str, below: str) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    parts = []
-    for part in text.split(".")[:3]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
+    """The first two of a version."""
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))

@@ -9,7 +9,7 @@ scans over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -201,38 +201,7 @@ def _shifted(x: jax.Array, shift: jax.Array) -> jax.Array:
     return x
 
 
-def _shifted_backward(shift: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
-    return times_power(grad, shift), None
-
-
-_shifted.defvjp(lambda x, shift: (x, shift), _shifted_backward)
-
-
-@jax.custom_vjp
-def _counted(x: jax.Array, shift: jax.Array, tally: jax.Array) -> jax.Array:
-    """``_shifted``; the "gradient" of ``tally`` counts the exponents of the one that came."""
-    return x
-
-
-def _counted_backward(shift: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, jax.Array]:
-    return times_power(grad, shift), None, count_exponents(grad)
-
-
-_counted.defvjp(lambda x, shift, tally: (x, shift), _counted_backward)
-
-
-@jax.custom_vjp
-def _peaked(x: jax.Array, shift: jax.Array, tally: jax.Array) -> jax.Array:
-    """``_counted`` for the largest element alone."""
-    return x
-
-
-def _peaked_backward(shift: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, jax.Array]:
-    largest = jnp.max(jnp.abs(at_least_float32(grad)), initial=0)
-    return times_power(grad, shift), None, count_exponents(largest)
-
-
-_peaked.defvjp(lambda x, shift, tally: (x, shift), _peaked_backward)
+_shifted.defvjp(lambda x, s: (x, s), lambda s, grad: (times_power(grad, s), None))
 
 
 def times_power(grad: jax.Array, shift: jax.Array) -> jax.Array:
@@ -262,3 +231,23 @@ def count_exponents(grad: jax.Array) -> jax.Array:
         flat = jnp.concatenate([flat.real, flat.imag])
     bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.int32)
     return jnp.zeros(BINS, jnp.int32).at[(bits >> 23) & 0xFF].add(1).astype(jnp.float32)
+
+
+def _counting(count: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """``_shifted``; the "gradient" of ``tally`` is what ``count`` makes of the one that came."""
+
+    @jax.custom_vjp
+    def passed(x: jax.Array, shift: jax.Array, tally: jax.Array) -> jax.Array:
+        return x
+
+    def backward(shift: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+        return times_power(grad, shift), None, count(grad)
+
+    passed.defvjp(lambda x, shift, tally: (x, shift), backward)
+    return passed
+
+
+_counted = _counting(count_exponents)
+_peaked = _counting(
+    lambda grad: count_exponents(jnp.max(jnp.abs(at_least_float32(grad)), initial=0))
+)

@@ -88,17 +88,14 @@ class Link:
 
     @property
     def ins(self) -> tuple[Any, ...]:
-        """As a step's."""
         return (self.source,)
 
     @property
     def outs(self) -> tuple[Any, ...]:
-        """As a step's."""
         return (self.target,)
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """As a step's."""
         return (self.aval,)
 
     @property

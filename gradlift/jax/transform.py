@@ -71,7 +71,7 @@ def loss_scaled(
 
     def init_fn(params: Any) -> LossScaledState:
         inner_state = wrapped.init(_float32(params))
-        if _scales(inner_state):
+        if _nodes(inner_state, LossScaleState):
             raise ValueError(
                 "loss_scaled is around an optimizer that has a loss scale already: wrap it once"
             )
@@ -103,8 +103,9 @@ def scale_state(opt_state: Any) -> LossScaleState:
     Args:
         opt_state: the state of an optimizer that holds one ``loss_scaled``.
     """
-    found = _scales(opt_state)
-    if any(_scales(node) for node in _held_back(opt_state)):
+    found = _nodes(opt_state, LossScaleState)
+    held_back = _nodes(opt_state, _optax().ApplyIfFiniteState)
+    if any(_nodes(node, LossScaleState) for node in held_back):
         raise ValueError(
             "optax.apply_if_finite is around gradlift.jax.loss_scaled and keeps every overflow "
             "from it, so that the scale never backs off: leave it out, or put it inside"
@@ -117,15 +118,9 @@ def scale_state(opt_state: Any) -> LossScaleState:
     return plain(found[0])
 
 
-def _scales(tree: Any) -> list[LossScaleState]:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaleState))
-    return [node for node in nodes if isinstance(node, LossScaleState)]
-
-
-def _held_back(opt_state: Any) -> list[Any]:
-    """The states of optax's ``apply_if_finite``, wherever they are."""
-    kind = _optax().ApplyIfFiniteState
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+def _nodes(tree: Any, kind: type) -> list[Any]:
+    """What is of a kind in a tree, wherever it is."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [node for node in nodes if isinstance(node, kind)]
 
 

@@ -48,7 +48,6 @@ class LossScaleLogger(keras.callbacks.Callback):
         self._at_floor = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         model: Any = self.model
         if not isinstance(model.optimizer, LossScaleOptimizer):
             raise ValueError(
@@ -58,17 +57,14 @@ class LossScaleLogger(keras.callbacks.Callback):
         model.train_function = _Logged(_plain(model.train_function), model.optimizer)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         model: Any = self.model
         model.train_function = _plain(model.train_function)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._at_floor |= bool((logs or {}).get("at_floor"))
         _make_whole(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         _make_whole(logs)
         model: Any = self.model
         optimizer = model.optimizer

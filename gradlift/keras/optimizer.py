@@ -288,16 +288,13 @@ class LossScaleOptimizer(_KERAS):
             variable.assign(value)
         return after._replace(scale=scale)
 
-    @property
-    def _extra(self) -> list[Any]:
-        """The variables that Keras's own class does not have, the trend's last."""
-        extra = [self.hysteresis_tracker, self.skipped_steps, self.last_finite]
-        return [*extra, *(self._trend or ())]
-
     def load_own_variables(self, store: Any) -> None:
         """Load the variables, also from a file saved with Keras's class or another policy."""
         if self.built:
-            extra, saved = self._extra, [store[str(i)] for i in range(len(store.keys()))]
+            # Those that Keras's own class does not have, the trend's last.
+            extra = [self.hysteresis_tracker, self.skipped_steps, self.last_finite]
+            extra += self._trend or ()
+            saved = [store[str(i)] for i in range(len(store.keys()))]
             first = len(self._variables) - len(extra)
             held = len(saved) - (len(self.variables) - len(extra))
             if held in (0, 3, 5) and held != len(extra):

@@ -195,22 +195,23 @@ def _table(diagnosis: Diagnosis) -> list[str]:
 
 
 def _line(name: str, span: str, cells: Sequence[str]) -> str:
-    return "  ".join(
-        [f"{shorten(name):<{_NAME_WIDTH}}", f"{span:>11}", *(f"{c:>15}" for c in cells)]
-    )
+    name = shorten(name, _NAME_WIDTH)
+    return "  ".join([f"{name:<{_NAME_WIDTH}}", f"{span:>11}", *(f"{c:>15}" for c in cells)])
 
 
-def shorten(name: str, width: int = _NAME_WIDTH) -> str:
-    """A name in at most ``width`` characters on one line, cut in the middle.
-
-    Control characters, those that turn the writing direction among them, are spelled out: they
-    would rewrite the line they are printed in.
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+def shorten(name: str, width: int = 80) -> str:
+    """A name in at most ``width`` characters on one line, ``printable`` and cut in the middle."""
+    shown = printable(name)
     if len(shown) <= width:
         return shown
     head = (width - 1) // 2
     return f"{shown[:head]}…{shown[len(shown) - (width - 1 - head) :]}"
+
+
+def printable(text: str) -> str:
+    """A user's text on one line. Control characters, those that turn the writing direction among
+    them, are spelled out: they would rewrite the line they are printed in."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _percent(share: float) -> str:
@@ -234,7 +235,7 @@ def _about_gradients(diagnosis: Diagnosis) -> list[str]:
             f"{diagnosis.tolerance:.2%} of its elements, so a plain GradScaler will do."
         )
         return found
-    worst = [f"{shorten(g.name)} ({diagnosis.one_scale(g):.0%})" for g in dying[:3]]
+    worst = [f"{shorten(g.name, _NAME_WIDTH)} ({diagnosis.one_scale(g):.0%})" for g in dying[:3]]
     own = sum(1 for g in dying if diagnosis.own_scale(g) > diagnosis.tolerance)
     rest = "all of it is kept" if not own else f"{own} of them still lose some"
     found.append(
@@ -252,7 +253,7 @@ def _about_outputs(outputs: Sequence[Output]) -> list[str]:
         return []
     over = [o for o in outputs if o.overflows]
     named = over or list(outputs)
-    names = ", ".join(f"{shorten(o.name)} (up to {o.amax:.3g})" for o in named[:3])
+    names = ", ".join(f"{shorten(o.name, _NAME_WIDTH)} (up to {o.amax:.3g})" for o in named[:3])
     more = f" and {len(named) - 3} more" if len(named) > 3 else ""
     what = "overflows" if over else "comes close to"
     return [

@@ -2,14 +2,15 @@
 
 The page holds its charts and its style, and nothing else: no script, no font, no address. A
 policy in its head forbids the browser to load or run anything, so that a module's name cannot
-do harm even if an escape were missing. Names come from users: each passes through ``shown``,
+do harm even if an escape were missing. Names come from users: each passes through ``shorten``,
 which spells out control characters, and through the escape of the format at hand.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -22,7 +23,6 @@ from gradlift.report.verdict import judge, power, why
 WORST = 12
 MOST_CHANGES = 100
 MOST_SKIPS = 50
-_NAME_WIDTH = 80
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -41,21 +41,12 @@ def write(runs: Sequence[Run], format: str = "html") -> bytes:
     if format == "md":
         return markdown(runs, summaries).encode()
     if format == "json":
-        told = jsonable({"runs": [_told(summary) for summary in summaries]})
-        return (json.dumps(told, indent=1, allow_nan=False) + "\n").encode()
+        told = [(judge(summary), summary.to_dict()) for summary in summaries]
+        rows = [{"verdict": str(verdict), "level": verdict.level, **row} for verdict, row in told]
+        return (json.dumps(jsonable({"runs": rows}), indent=1, allow_nan=False) + "\n").encode()
     if format == "png":
         return charts.png(runs, summaries)
     raise ValueError(f"format must be html, md, json or png, got {format!r}")
-
-
-def _told(summary: Summary) -> dict[str, Any]:
-    verdict = judge(summary)
-    return {"verdict": str(verdict), "level": verdict.level, **summary.to_dict()}
-
-
-def shown(name: str, width: int = _NAME_WIDTH) -> str:
-    """A user's name as plain characters, cut to ``width``."""
-    return shorten(name, width)
 
 
 # What is told, whatever it is written as.
@@ -82,8 +73,8 @@ def run_row(summary: Summary) -> list[str]:
         norm = f"median {summary.norm_median:.3g}, most {summary.norm_max:.3g}"
     span = f"{summary.steps:,} ({summary.first_step:,} to {summary.last_step:,})"
     return [
-        shown(summary.name),
-        shown(summary.scaler),
+        shorten(summary.name),
+        shorten(summary.scaler),
         span + ("" if summary.ended else ", not ended"),
         f"{summary.skipped:,}",
         causes,
@@ -101,7 +92,7 @@ def module_row(place: int, module: ModuleSummary) -> list[str]:
     span = "all zero" if last.low is None else f"{last.low} .. {last.high}"
     return [
         str(place),
-        shown(module.name),
+        shorten(module.name),
         f"{module.lost:.2%}",
         f"{module.lost_last:.2%}",
         f"{module.overflowed:.2%}",
@@ -117,14 +108,14 @@ def skip_row(skips: Skips) -> list[str]:
     if skips.scale_last != skips.scale_first:
         scale += f" to {power(skips.scale_last)}"
     where = skips.first_bad or skips.where or "unknown"
-    return [span, f"{skips.count:,}", why(skips.cause), shown(where, 200), scale]
+    return [span, f"{skips.count:,}", why(skips.cause), shorten(where, 200), scale]
 
 
 def _changes(summary: Summary) -> list[list[str]]:
     """The last plan changes; a long run may have thousands."""
     return [
-        [str(step), shown(change.summary, 160), "; ".join(shown(r, 160) for r in change.reasons)]
-        for step, change in summary.changes[-MOST_CHANGES:]
+        [str(step), shorten(plan.summary, 160), "; ".join(shorten(r, 160) for r in plan.reasons)]
+        for step, plan in summary.changes[-MOST_CHANGES:]
     ]
 
 
@@ -140,7 +131,7 @@ def markdown(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
     """The tables of the report."""
     parts = ["# gradlift report", _md_table(RUN_HEADINGS, map(run_row, summaries))]
     for run, summary in zip(runs, summaries, strict=True):
-        parts += [f"## {_md(shown(summary.name))}", _md(str(judge(summary)))]
+        parts += [f"## {_md(shorten(summary.name))}", _md(str(judge(summary)))]
         if summary.skips:
             rows = map(skip_row, summary.skips[-MOST_SKIPS:])
             parts += ["### Skipped steps", _md_table(SKIP_HEADINGS, rows)]
@@ -184,7 +175,7 @@ def html(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
         *(_verdict(number, summary) for number, summary in enumerate(summaries)),
         "</div>",
         _charts("timeline", "Scale, loss and gradient norm over time",
-                *(charts.timeline_svg(runs, narrow) for narrow in (False, True))),
+                partial(charts.timeline_svg, runs)),
         f"<p class=note>{escape(_MARKS)}</p>",
         _html_table(RUN_HEADINGS, map(run_row, summaries), "runs"),
     ]  # fmt: skip
@@ -205,20 +196,20 @@ def _verdict(number: int, summary: Summary) -> str:
     return (
         f'<div class="verdict {verdict.level}"><p class="run">'
         f'<i style="background:var(--s{number % charts.SERIES})"></i>'
-        f"<bdi>{escape(shown(summary.name))}</bdi></p>"
+        f"<bdi>{escape(shorten(summary.name))}</bdi></p>"
         f"<p><b>{escape(first)}</b> {escape(' '.join(rest))}</p></div>"
     )
 
 
 def _section(number: int, run: Run, summary: Summary) -> str:
-    parts = [f"<h2><bdi>{escape(shown(summary.name))}</bdi></h2>"]
+    parts = [f"<h2><bdi>{escape(shorten(summary.name))}</bdi></h2>"]
     if summary.skips:
         parts.append(_skipped(summary))
     if charts.has_landscape(summary):
         parts += [_charts(
             f"landscape{number}",
             "Gradients of each module against the zones of the format",
-            *(charts.landscape_svg(summary, f"r{number}", narrow) for narrow in (False, True)),
+            partial(charts.landscape_svg, summary, f"r{number}"),
         ), _LANDSCAPE_NOTE]  # fmt: skip
     if summary.worst:
         parts += ["<h3>Worst modules</h3>", _html_table(MODULE_HEADINGS, _worst(summary), "worst")]
@@ -251,16 +242,11 @@ def _plans(number: int, run: Run, summary: Summary) -> list[str]:
     cuts = f"{last.active:,} active {'cut' if last.active == 1 else 'cuts'}"
     parts = [
         "<h3>Plans</h3>",
-        f"<p>Since step {step:,}: <bdi>{escape(shown(last.summary, 200))}</bdi> ({cuts}).</p>",
+        f"<p>Since step {step:,}: <bdi>{escape(shorten(last.summary, 200))}</bdi> ({cuts}).</p>",
     ]
     if summary.probes > 1:
-        parts.append(
-            _charts(
-                f"plans{number}",
-                "Exponents and active cuts over time",
-                *(charts.plans_svg(run, f"r{number}", narrow) for narrow in (False, True)),
-            )
-        )
+        draw = partial(charts.plans_svg, run, f"r{number}")
+        parts.append(_charts(f"plans{number}", "Exponents and active cuts over time", draw))
     count = len(summary.changes)
     note = f", the last {MOST_CHANGES} of them" if count > MOST_CHANGES else ""
     title = f"{count:,} {'change' if count == 1 else 'changes'} and why{note}"
@@ -272,12 +258,12 @@ def _folded(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], 
     return f"<details><summary>{escape(title)}</summary>{table}</details>"
 
 
-def _charts(key: str, label: str, wide: str, narrow: str) -> str:
-    """A chart for a screen and one for a phone; the style shows the one that fits."""
+def _charts(key: str, label: str, draw: Callable[[bool], str]) -> str:
+    """A chart for a screen and one, drawn narrow, for a phone; the style shows what fits."""
     return "".join(
         f'<figure id="{key}{width}" class="{width}" role="img" aria-label="{escape(label)}">'
-        f"{svg}</figure>"
-        for width, svg in (("wide", wide), ("narrow", narrow))
+        f"{draw(width == 'narrow')}</figure>"
+        for width in ("wide", "narrow")
     )
 
 

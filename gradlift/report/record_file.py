@@ -144,18 +144,13 @@ def assemble(name: str, lines: Iterable[bytes]) -> Run:
         if isinstance(found, StepRecord):
             records[found.step] = found
         elif isinstance(found.get("run"), dict):
-            _undo(records, found["run"].get("from"))
+            first = found["run"].get("from")
+            if type(first) is int:  # a restart takes these steps again
+                records = {step: record for step, record in records.items() if step < first}
             about.update(found["run"])
         ended = isinstance(found, dict) and "end" in found
     ordered = tuple(records[step] for step in sorted(records))
     return Run(name, ordered, about, tuple(problems), ended)
-
-
-def _undo(records: dict[int, StepRecord], first: Any) -> None:
-    """Forget the steps that a restart takes again."""
-    if type(first) is int:
-        for step in [step for step in records if step >= first]:
-            del records[step]
 
 
 def _last_step(path: Path) -> tuple[int, bool]:

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradlift import schema
-from gradlift.formats import Format
+from gradlift.formats import FORMATS, Format, get
+from gradlift.schema import Since
 
 SCHEMA = 1
 KEY = "gradlift"
@@ -125,6 +126,12 @@ class Run:
     """Whether the run was closed; a killed one was not."""
 
 
+def format_of(about: Mapping[str, Any]) -> Format:
+    """The format that gradients are stored in, from what a run says of itself."""
+    name = str(about.get("format"))
+    return get(name if name in FORMATS else "float16")
+
+
 # To a line.
 
 
@@ -134,7 +141,8 @@ def encode(record: StepRecord) -> bytes:
     if not record.skipped:
         del row["skipped"]
     if record.modules:
-        row["modules"] = [_without_none(vars(module)) for module in record.modules]
+        rows = [vars(module).items() for module in record.modules]
+        row["modules"] = [{k: v for k, v in known if v is not None} for known in rows]
     if record.plan is not None:
         row["plan"] = asdict(record.plan)
     return line_of(row)
@@ -153,10 +161,6 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): jsonable(entry) for key, entry in value.items()}
     return [jsonable(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
-def _without_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if value is not None}
 
 
 # From a line.
@@ -190,40 +194,36 @@ def _or_not_finite(value: Any) -> float:
     return float(value) if value in ("inf", "-inf", "nan") else schema.number()(value)
 
 
-def _since(check: schema.Check, default: Any = None) -> schema.Since:
-    return schema.Since(check, default)
-
-
 # Wider than any format's exponents, and narrow enough to draw.
 _EXPONENT = schema.whole(-5000, 5000)
 _SHARE = schema.number(0.0, 1.0)
 _PLAN = schema.open_record(
     make=PlanChange,
     summary=schema.text,
-    reasons=_since(schema.list_of(schema.text, make=tuple), ()),
-    active=_since(schema.whole(0), 0),
+    reasons=Since(schema.list_of(schema.text, make=tuple), ()),
+    active=Since(schema.whole(0), 0),
 )
 _MODULE = schema.open_record(
     make=ModuleRecord,
     name=schema.text,
     exponent=_EXPONENT,
     **dict.fromkeys(("flushed", "subnormal", "overflowed"), _SHARE),
-    **dict.fromkeys(("low", "tenth", "median", "ninetieth", "high"), _since(_EXPONENT)),
+    **dict.fromkeys(("low", "tenth", "median", "ninetieth", "high"), Since(_EXPONENT)),
 )
 _STEP = schema.open_record(
     make=StepRecord,
     step=schema.whole(0),
     scale=schema.number(sys.float_info.min),
-    skipped=_since(schema.flag, False),
-    cause=_since(schema.one_of(*CAUSES)),
-    grad_norm=_since(_or_not_finite),
-    clip=_since(_SHARE),
-    skips=_since(schema.whole(0), 0),
-    where=_since(schema.text),
-    modules=_since(schema.list_of(_MODULE, make=tuple), ()),
-    plan=_since(_PLAN),
-    loss=_since(_or_not_finite),
-    first_bad=_since(schema.text),
-    largest=_since(_EXPONENT),
-    time=_since(schema.number(0.0, 2.0**40)),
+    skipped=Since(schema.flag, False),
+    cause=Since(schema.one_of(*CAUSES)),
+    grad_norm=Since(_or_not_finite),
+    clip=Since(_SHARE),
+    skips=Since(schema.whole(0), 0),
+    where=Since(schema.text),
+    modules=Since(schema.list_of(_MODULE, make=tuple), ()),
+    plan=Since(_PLAN),
+    loss=Since(_or_not_finite),
+    first_bad=Since(schema.text),
+    largest=Since(_EXPONENT),
+    time=Since(schema.number(0.0, 2.0**40)),
 )

@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradlift.formats import FORMATS, Format, get
-from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord
+from gradlift.formats import Format, get
+from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord, format_of
 
 Curve = tuple[tuple[int, float], ...]
 # A gradient that may have lost more than this share of its magnitude is worth a word.
 WORTH_A_WORD = 1e-3
+# Of a curve.
+POINTS = 2000
 
 
 @dataclass(frozen=True)
@@ -139,17 +141,16 @@ def summarize(run: Run) -> Summary:
         found = f" ({run.problems[0]})" if run.problems else ""
         raise ValueError(f"{run.name}: there is no record to report on{found}")
     scales = [r.scale for r in records]
-    norms = [r.grad_norm for r in records if r.grad_norm is not None and _finite(r.grad_norm)]
-    losses = [r.loss for r in records if r.loss is not None and _finite(r.loss)]
+    norms = [r.grad_norm for r in records if r.grad_norm is not None and math.isfinite(r.grad_norm)]
+    losses = [r.loss for r in records if r.loss is not None and math.isfinite(r.loss)]
     clips = [r.clip for r in records if r.clip is not None]
     causes = Counter(r.cause or "unknown" for r in records if r.skipped)
-    format = str(run.about.get("format"))
-    format = format if format in FORMATS else "float16"
+    format = format_of(run.about)
     tenth = max(1, len(losses) // 10)
     return Summary(
         name=run.name,
         scaler=str(run.about.get("scaler", "unknown")),
-        format=format,
+        format=format.name,
         steps=len(records),
         first_step=records[0].step,
         last_step=records[-1].step,
@@ -167,7 +168,7 @@ def summarize(run: Run) -> Summary:
         loss_last=statistics.fmean(losses[-tenth:]) if losses else None,
         largest=max((r.largest for r in records if r.largest is not None), default=None),
         probes=sum(1 for r in records if r.modules),
-        modules=_modules(records, get(format)),
+        modules=_modules(records, format),
         changes=tuple((r.step, r.plan) for r in records if r.plan is not None),
         problems=len(run.problems),
         ended=run.ended,
@@ -239,31 +240,26 @@ def _lost(module: ModuleRecord, own: float, format: Format) -> float:
 # Curves.
 
 
-def scale_curve(run: Run, points: int = 2000) -> Curve:
+def scale_curve(run: Run) -> Curve:
     """log2 of the scale over the steps."""
-    return thin([(r.step, math.log2(r.scale)) for r in run.records], points)
+    return thin([(r.step, math.log2(r.scale)) for r in run.records], POINTS)
 
 
-def norm_curve(run: Run, points: int = 2000) -> Curve:
+def norm_curve(run: Run) -> Curve:
     """log2 of the gradient's norm over the steps; steps without one are left out."""
-    return _curve(run, points, lambda r: math.log2(r.grad_norm) if r.grad_norm else None)
+    norms = [(r.step, math.log2(r.grad_norm)) for r in run.records if r.grad_norm]
+    return thin([point for point in norms if math.isfinite(point[1])], POINTS)
 
 
-def loss_curve(run: Run, points: int = 2000) -> Curve:
+def loss_curve(run: Run) -> Curve:
     """The loss over the steps; steps without a finite one are left out."""
-    return _curve(run, points, lambda r: r.loss)
-
-
-def _curve(run: Run, points: int, value: Callable[[StepRecord], float | None]) -> Curve:
-    found = [(r.step, y) for r in run.records if (y := value(r)) is not None and _finite(y)]
-    return thin(found, points)
+    losses = [(r.step, r.loss) for r in run.records if r.loss is not None]
+    return thin([point for point in losses if math.isfinite(point[1])], POINTS)
 
 
 def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:
     """Where steps were skipped, by cause: (step, log2 of the scale), at most one in a bucket."""
     marks: dict[str, dict[int, tuple[int, float]]] = {}
-    if not run.records:
-        return {}
     first, last = run.records[0].step, run.records[-1].step
     width = max(1, math.ceil((last - first + 1) / points))
     for record in run.records:
@@ -296,7 +292,3 @@ def thin(curve: Sequence[tuple[int, float]], points: int) -> Curve:
         low, high = min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])
         kept += sorted({low, high})
     return tuple(kept)
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)

@@ -55,7 +55,9 @@ def judge(summary: Summary) -> Verdict:
     else:
         skips = [_about_skips(summary), _about_place(summary) if frequent else ""]
     modules, hurt = ([], False) if stuck else _about_modules(summary)
-    rest = [*([] if stuck else [_about_the_loss(summary)]), *_about_the_file(summary)]
+    rest = [] if stuck else [_about_the_loss(summary)]
+    if summary.problems:
+        rest.append(f"{summary.problems:,} lines could not be read.")
     level = "bad" if stuck else "fair" if hurt or frequent else "good"
     return Verdict(level, tuple(s for s in (*skips, *modules, *rest) if s))
 
@@ -131,9 +133,20 @@ def _about_modules(summary: Summary) -> tuple[list[str], bool]:
     if len(dark) == len(summary.modules):
         return ["The probes saw nothing but zeros."], True
     dying = [m for m in summary.modules if m.lost_last > WORTH_A_WORD]
-    if dark or dying:
-        return [*_about_dark(summary, dark), *_about_dying(dying)], True
     found = []
+    if dark:
+        pronoun, its = ("it is", "its") if len(dark) == 1 else ("they are", "their")
+        found.append(
+            f"No probe saw a gradient in {_named(dark)}: {pronoun} zero, or below what "
+            f"{summary.format} can hold at {its} scale."
+        )
+    if dying:
+        found.append(
+            f"In the last probe {_named(dying)} may have lost more than {WORTH_A_WORD:.1%} of "
+            f"{'its' if len(dying) == 1 else 'their'} gradient."
+        )
+    if found:
+        return found, True
     once = [m for m in summary.modules if m.lost_until is not None]
     if once:
         until = max(m.lost_until or 0 for m in once)
@@ -148,35 +161,12 @@ def _about_modules(summary: Summary) -> tuple[list[str], bool]:
     return found, False
 
 
-def _about_dark(summary: Summary, dark: list[ModuleSummary]) -> list[str]:
-    if not dark:
-        return []
-    single = len(dark) == 1
-    return [
-        f"No probe saw a gradient in {_named(dark)}: {'it is' if single else 'they are'} zero, or "
-        f"below what {summary.format} can hold at {'its' if single else 'their'} scale."
-    ]
-
-
-def _about_dying(dying: list[ModuleSummary]) -> list[str]:
-    if not dying:
-        return []
-    return [
-        f"In the last probe {_named(dying)} may have lost more than {WORTH_A_WORD:.1%} of "
-        f"{'its' if len(dying) == 1 else 'their'} gradient."
-    ]
-
-
 def _named(modules: list[ModuleSummary]) -> str:
     if len(modules) == 1:
         name = modules[0].name
         return f"module {name}" if name.isdecimal() else shorten(name, 60)
     ends = f"{shorten(modules[0].name, 40)} to {shorten(modules[-1].name, 40)}"
     return f"{len(modules):,} modules ({ends})"
-
-
-def _about_the_file(summary: Summary) -> list[str]:
-    return [f"{summary.problems:,} lines could not be read."] if summary.problems else []
 
 
 def _span(summary: Summary) -> int:

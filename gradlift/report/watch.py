@@ -17,9 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradlift.formats import FORMATS, get
 from gradlift.report.diagnosis import shorten
-from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord, decode
+from gradlift.report.records import (
+    ModuleRecord,
+    PlanChange,
+    Run,
+    StepRecord,
+    decode,
+    format_of,
+)
 from gradlift.report.summary import summarize
 from gradlift.report.verdict import Verdict, judge, power
 
@@ -143,16 +149,10 @@ class View:
         return self.window[-1] if self.window else None
 
     @property
-    def format(self) -> Any:
-        """The format that gradients are stored in."""
-        name = str(self.about.get("format"))
-        return get(name if name in FORMATS else "float16")
-
-    @property
     def worst(self) -> list[ModuleRecord]:
         """The modules of the last probe that may have lost most, or overflowed."""
         modules = self.probe.modules if self.probe else ()
-        hurt = [m for m in modules if m.overflowed or m.may_have_lost(self.format)]
+        hurt = [m for m in modules if m.overflowed or m.may_have_lost(format_of(self.about))]
         return sorted(hurt, key=lambda m: (-m.overflowed, -m.flushed))[:8]
 
     @property
@@ -193,7 +193,7 @@ class View:
 
     def to_dict(self, now: float | None = None) -> dict[str, Any]:
         """What is shown, in plain numbers and strings."""
-        last, verdict = self.last, self.verdict
+        last, verdict, format = self.last, self.verdict, format_of(self.about)
         now = time.time() if now is None else now
         return {
             "name": self.name,
@@ -203,7 +203,7 @@ class View:
             "loss": last.loss if last else None,
             "skipped": last.skips if last else None,
             "causes": dict(self.causes),
-            "worst": [{"name": m.name, "lost": m.may_have_lost(self.format)} for m in self.worst],
+            "worst": [{"name": m.name, "lost": m.may_have_lost(format)} for m in self.worst],
             "problems": self.problems,
             "ended": self.ended,
             "age": self.age(now),
@@ -247,7 +247,7 @@ def render(view: View, now: float) -> Any:
         for heading in ("module", "may be lost", "subnormal", "overflowed", "exponent"):
             table.add_column(heading, justify="left" if heading == "module" else "right")
         for m in view.worst:
-            lost = m.may_have_lost(view.format)
+            lost = m.may_have_lost(format_of(view.about))
             shares = (f"{share:.2%}" for share in (m.subnormal, m.overflowed))
             shown = "all zero" if lost is None else f"{lost:.2%}"
             table.add_row(Text(shorten(m.name, 40)), shown, *shares, str(m.exponent))

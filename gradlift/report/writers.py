@@ -11,13 +11,15 @@ import inspect
 import io
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradlift.formats import FORMATS, Format, get
+from gradlift.formats import Format
+from gradlift.report.diagnosis import printable
 from gradlift.report.record_file import JsonlWriter
-from gradlift.report.records import StepRecord, jsonable
+from gradlift.report.records import StepRecord, format_of, jsonable
 from gradlift.troubleshooting import warn
 
 COLUMNS = ("step", "scale", "skipped", "cause", "loss", "grad_norm", "clip", "skips", "where",
@@ -106,58 +108,43 @@ def _cell(value: Any) -> Any:
     return "" if value is None else jsonable(value)
 
 
-class LogWriter:
-    """Lines of a ``logging.Logger``: skips as warnings, plans as info, every step as debug.
+class ForEach:
+    """Hands over record after record; where they go belongs to the caller, and stays open.
 
     Args:
-        logger: the logger.
+        take: gets each record.
     """
 
-    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[Any]) -> None:
-        self._logger = logger
+    def __init__(self, take: Callable[[StepRecord], object]) -> None:
+        self._take = take
 
     def write(self, records: Sequence[StepRecord]) -> None:
-        """At most three lines for each record."""
+        """One call for each record."""
         for record in records:
-            if record.skipped:
-                why = f" at {_plain(record.where)}" if record.where else ""
-                self._logger.warning(
-                    "step %d skipped: %s%s, scale %g",
-                    record.step, record.cause or "unknown cause", why, record.scale,
-                )  # fmt: skip
-            if record.plan is not None:
-                self._logger.info("step %d: %s", record.step, _plain(record.plan.summary))
-            told = ", ".join(f"{k.removeprefix('gradlift/')} {v:g}" for k, v in totals(record))
-            self._logger.debug("step %d: %s", record.step, told)
+            self._take(record)
 
     def close(self) -> None:
-        """The logger belongs to the caller."""
+        """There is nothing to close."""
 
 
-def _plain(text: str) -> str:
-    """A user's text on one line of a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def _to_log(logger: Any, record: StepRecord) -> None:
+    """Skips as warnings, plans as info, every step as debug."""
+    if record.skipped:
+        why = f" at {printable(record.where)}" if record.where else ""
+        logger.warning(
+            "step %d skipped: %s%s, scale %g",
+            record.step, record.cause or "unknown cause", why, record.scale,
+        )  # fmt: skip
+    if record.plan is not None:
+        logger.info("step %d: %s", record.step, printable(record.plan.summary))
+    told = ", ".join(f"{k.removeprefix('gradlift/')} {v:g}" for k, v in totals(record))
+    logger.debug("step %d: %s", record.step, told)
 
 
-class ScalarWriter:
-    """Passes records on to a TensorBoard ``SummaryWriter``, or anything with its ``add_scalar``.
-
-    Args:
-        board: has ``add_scalar(tag, value, step)``.
-        format: the format that gradients are stored in.
-    """
-
-    def __init__(self, board: Any, format: Format) -> None:
-        self._board, self._format = board, format
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        """One call for each value."""
-        for record in records:
-            for tag, value in scalars(record, self._format).items():
-                self._board.add_scalar(tag, value, record.step)
-
-    def close(self) -> None:
-        """The board belongs to the caller, and stays open."""
+def _to_board(board: Any, format: Format, record: StepRecord) -> None:
+    """To a TensorBoard ``SummaryWriter``, or anything with its ``add_scalar(tag, value, step)``."""
+    for tag, value in scalars(record, format).items():
+        board.add_scalar(tag, value, record.step)
 
 
 class WandbWriter:
@@ -196,26 +183,6 @@ class WandbWriter:
         """The run belongs to the caller, and stays open."""
 
 
-class MetricsWriter:
-    """Passes records on to ``log_metrics(dict, step=)``, as ``mlflow`` and Lightning loggers have.
-
-    Args:
-        target: has ``log_metrics``.
-        format: the format that gradients are stored in.
-    """
-
-    def __init__(self, target: Any, format: Format) -> None:
-        self._target, self._format = target, format
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        """One call for each record."""
-        for record in records:
-            self._target.log_metrics(scalars(record, self._format), step=record.step)
-
-    def close(self) -> None:
-        """It belongs to the caller."""
-
-
 def writer_for(
     target: Any, about: Mapping[str, Any] | None = None, first_step: int | None = None
 ) -> Writer:
@@ -230,16 +197,17 @@ def writer_for(
         if Path(target).suffix.lower() == ".csv":
             return Guarded(CsvWriter(target), str(target))
         return JsonlWriter(target, about, first_step)
-    return Guarded(_foreign(target, _format_of(about)), f"a {type(target).__name__}")
+    return Guarded(_foreign(target, format_of(about or {})), f"a {type(target).__name__}")
 
 
 def _foreign(target: Any, format: Format) -> Writer:
     if isinstance(target, (logging.Logger, logging.LoggerAdapter)):
-        return LogWriter(target)
+        return ForEach(partial(_to_log, target))
     if callable(getattr(target, "add_scalar", None)):
-        return ScalarWriter(target, format)
+        return ForEach(partial(_to_board, target, format))
     if callable(getattr(target, "log_metrics", None)):
-        return MetricsWriter(target, format)
+        # As mlflow has it, and Lightning's loggers.
+        return ForEach(lambda r: target.log_metrics(scalars(r, format), step=r.step))
     if callable(getattr(target, "log", None)):
         return WandbWriter(target, format)
     if _is_writer(target):
@@ -254,11 +222,6 @@ def _foreign(target: Any, format: Format) -> Writer:
 def _is_writer(target: Any) -> bool:
     has = all(callable(getattr(target, name, None)) for name in ("write", "close"))
     return has and not isinstance(target, io.IOBase)
-
-
-def _format_of(about: Mapping[str, Any] | None) -> Format:
-    name = str((about or {}).get("format"))
-    return get(name if name in FORMATS else "float16")
 
 
 def _parameters(function: Any) -> frozenset[str]:

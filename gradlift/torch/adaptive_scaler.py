@@ -16,7 +16,7 @@ On an overflow the device lowers the scale at once, without asking the pilot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -151,7 +151,9 @@ class AdaptiveGradScaler(GradScaler):
         self, pilot: Pilot, model: nn.Module, linear: Iterable[type], emulate: bool | str
     ) -> None:
         """Put a controller between the pilot and the parts."""
-        engine = Engine(model, linear=linear, new_probe=_probe_for(pilot))
+        # A probe sees what the pilot's rule goes by.
+        new_probe = LayerProbe if pilot.rule is not None else lambda model: Probe()
+        engine = Engine(model, linear=linear, new_probe=new_probe)
         rounding = None
         if self._enabled and pilot.format.bits == 8:
             rounding = emulation.Emulation(engine, pilot.format, emulate)
@@ -324,7 +326,7 @@ class AdaptiveGradScaler(GradScaler):
         saved = adaptive_state.read(state_dict[STATE_KEY])
         checkpoint.read(rest, self.policy)
         controller = self._controller
-        if saved.model is not None and not is_same(saved.model, controller.engine.model):
+        if not is_same(saved.model, controller.engine.model):
             warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning, stacklevel=2)
             self._load_scale(rest)
             return
@@ -362,8 +364,3 @@ class AdaptiveGradScaler(GradScaler):
             self.close()
         if saved is not None:
             self.load_state_dict(saved)
-
-
-def _probe_for(pilot: Pilot) -> Callable[[nn.Module], Probe]:
-    """What makes probes that see what the pilot's rule goes by."""
-    return LayerProbe if pilot.rule is not None else lambda model: Probe()

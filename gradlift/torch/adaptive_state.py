@@ -3,9 +3,6 @@
 It is one string, of JSON, under a key of its own: torch.distributed.checkpoint takes dicts apart
 and loads what a fresh scaler has too, and a fresh one has no plan. Like ``checkpoint.py``, this
 checks a state whole before anything is changed.
-
-Version 2 names the model (``model_identity.py``). In states of version 1 there is nothing to tell
-another model's by, and they load as they did.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gradlift import schema
 from gradlift.plan import saved as plan_state
-from gradlift.schema import Mismatch, Since, list_of, optional, record
+from gradlift.schema import Mismatch, list_of, optional, record
 from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.checkpoint import ADAPTIVE_KEY as STATE_KEY
 from gradlift.torch.model_identity import IDENTITY
@@ -47,9 +44,9 @@ class Saved(NamedTuple):
     """Parameters that held the last overflow."""
     wide: frozenset[str]
     """Parameters whose gradients are computed in float32."""
-    model: dict[str, str | None] | None
-    """Of which model, see ``model_identity``; None in states of old."""
-    changes: bool = False
+    model: dict[str, str | None]
+    """Of which model, see ``model_identity``."""
+    changes: bool
     """Whether the model's graph changes from step to step."""
 
 
@@ -61,7 +58,7 @@ def write(saved: Saved) -> str:
 
 
 def read(state: Any) -> Saved:
-    """What ``write`` was given, from its string, or from a dict as in states of old.
+    """What ``write`` was given, from its string.
 
     Raises:
         ValueError: it is damaged, or of a version that is not known here.
@@ -80,8 +77,8 @@ def read(state: Any) -> Saved:
 
 def _parsed(state: Any) -> Any:
     try:
-        return json.loads(state) if isinstance(state, str) else state
-    except (ValueError, RecursionError) as error:
+        return json.loads(state)
+    except (TypeError, ValueError, RecursionError) as error:
         reason = schema.Odd(f"what is none ({type(error).__name__}: {error})")
     raise ValueError(f"{NAME} must be JSON, got {reason!r}; {ADVICE}")
 
@@ -94,19 +91,19 @@ def _fits_together(**state: Any) -> dict[str, Any]:
     return state
 
 
-_ENTRIES: dict[str, Any] = {
-    "step": plan_state.STEP,
-    "pilot": plan_state.PILOT,
-    "pending": list_of(
-        record(record=plan_state.RECORD, survey=optional(plan_state.SURVEY)), most=_UNDER_WAY
-    ),
-    "pins": schema.dict_of(schema.text, plan_state.OFFSET),
-    "probing": schema.flag,
-    "overflowed": Since(list_of(schema.text), []),
-    "wide": Since(list_of(schema.text), []),
-    "changes": Since(schema.flag, False),
-}
 _STATE = schema.versioned(
-    v1=record(make=_fits_together, **_ENTRIES, model=Since(lambda value: None, None)),
-    v2=record(make=_fits_together, **_ENTRIES, model=IDENTITY),
+    v2=record(
+        make=_fits_together,
+        step=plan_state.STEP,
+        pilot=plan_state.PILOT,
+        pending=list_of(
+            record(record=plan_state.RECORD, survey=optional(plan_state.SURVEY)), most=_UNDER_WAY
+        ),
+        pins=schema.dict_of(schema.text, plan_state.OFFSET),
+        probing=schema.flag,
+        overflowed=list_of(schema.text),
+        wide=list_of(schema.text),
+        changes=schema.flag,
+        model=IDENTITY,
+    )
 )

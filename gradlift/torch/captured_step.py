@@ -52,16 +52,13 @@ class CapturedStep:
         if self._scaler.probing or key != self._warm_for:
             self._warm_for = None if self._scaler.probing else key
             return self._run()
-        self._capture()
-        return self._replay()
-
-    def _capture(self) -> None:
-        # A capture comes in the middle of a training, where other threads pin memory and ask for
-        # events. By default any such call would end it.
         self._graph = torch.cuda.CUDAGraph()
         self._scaler.register_generators(self._graph)
+        # A capture comes in the middle of a training, where other threads pin memory and ask for
+        # events. By default any such call would end it.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._result = self._step()
+        return self._replay()
 
     def _replay(self) -> Any:
         assert self._graph is not None

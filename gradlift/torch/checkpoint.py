@@ -33,7 +33,7 @@ class Loaded(NamedTuple):
     hysteresis_tracker: int
     skipped_steps: int
     steps: int | None
-    """Updates so far; None in states that do not tell."""
+    """Updates so far; None in states of torch's class."""
     scheduler_flags: list[list[bool]]
     mended: dict[str, str]
     """Modules that a ``ForwardGuard`` runs mended, and why."""
@@ -78,7 +78,7 @@ def read(state: Any, policy: Policy) -> Loaded:
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     own = found[OWN_KEY]
     torchs = {name: found[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
-    return {**torchs, **{name: own[name] for name in BOUNDS if own.get(name) is not None}}
+    return {**torchs, **{name: own[name] for name in BOUNDS if name in own}}
 
 
 def _with(policy: Dynamic, numbers: dict[str, Any], scale: float) -> Dynamic:
@@ -130,11 +130,9 @@ _OWN = schema.versioned(
         hysteresis_tracker=schema.whole(0, 2**31 - 1),
         skipped_steps=_COUNT,
         scheduler_flags=schema.list_of(schema.list_of(schema.flag, most=DELAY)),
-        # Of old, steps were not counted, and the forward pass was left as it was.
-        steps=Since(_COUNT, None),
-        mended=Since(_mended, {}),
-        # The policy at hand keeps its own.
-        growth_delay=Since(schema.whole(0, 2**31 - 1), None),
+        steps=_COUNT,
+        mended=_mended,
+        growth_delay=schema.whole(0, 2**31 - 1),
     )
 )
 

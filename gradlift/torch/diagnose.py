@@ -165,18 +165,15 @@ class _Pass:
         # A container returns its last child's output: the child, which came first, stands for it.
         if node is not None and (id(node), tensor.output_nr) in self._watched:
             return
-        self._note_output(name, tensor)
+        if tensor.numel():
+            amax = tensor.detach().abs().amax()
+            before = self.outputs.get(name)
+            self.outputs[name] = amax if before is None else torch.maximum(before.to(amax), amax)
         if node is not None:
             self._watched[id(node), tensor.output_nr] = node
             for counts in self.modules.values():
                 counts.setdefault(name, torch.zeros(BINS, dtype=torch.int64, device=tensor.device))
             tensor.register_hook(lambda grad: self._passed(self.modules[self._way], name, grad))
-
-    def _note_output(self, name: str, tensor: Tensor) -> None:
-        if tensor.numel():
-            amax = tensor.detach().abs().amax()
-            before = self.outputs.get(name)
-            self.outputs[name] = amax if before is None else torch.maximum(before.to(amax), amax)
 
     def _passed(self, counts: dict[str, Tensor], name: str, grad: Tensor) -> Tensor | None:
         """Counts a gradient; rounded first, and handed on so, unless the pass is exact."""

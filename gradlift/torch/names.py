@@ -9,7 +9,7 @@ is and not by its spelling alone: a user's own submodule may well be called ``mo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -47,21 +47,13 @@ class Names:
         """The place of each module's first name in the model."""
         return {name: i for i, name in enumerate(dict.fromkeys(self.of_module.values()))}
 
-    def resolve(self, names: Iterable[str]) -> dict[str, str]:
-        """The first name of each module asked for; a module may have several.
-
-        Raises:
-            ValueError: a name is not a module's; the message lists close matches.
-        """
-        return {name: self._resolve(name) for name in names}
-
     def resolve_offsets(self, offsets: Mapping[str, int]) -> dict[str, int]:
         """Offsets by the first name of each module.
 
         Raises:
             ValueError: a name is not a module's, or two are one module's with different offsets.
         """
-        first = self.resolve(offsets)
+        first = {name: self.resolve(name) for name in offsets}
         found: dict[str, int] = {}
         for name, offset in offsets.items():
             if found.setdefault(first[name], offset) != offset:
@@ -71,7 +63,12 @@ class Names:
                 )
         return found
 
-    def _resolve(self, name: str) -> str:
+    def resolve(self, name: str) -> str:
+        """The first name of a module, which may have several.
+
+        Raises:
+            ValueError: the name is not a module's; the message lists close matches.
+        """
         if name in self._known:
             return self._known[name]
         close = difflib.get_close_matches(str(name), self._known, n=3)

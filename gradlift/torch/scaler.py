@@ -583,14 +583,7 @@ class GradScaler(torch.amp.GradScaler):
         loaded = checkpoint.read(state_dict, self.policy)
         self._search.load(loaded.mended)  # the last that may refuse
         self._agreement.loads += 1
-        self._device_scale.load(
-            loaded.policy,
-            loaded.scale,
-            loaded.growth_tracker,
-            loaded.hysteresis_tracker,
-            loaded.skipped_steps,
-            loaded.steps,
-        )
+        self._device_scale.load(loaded)
         self._clocks = after_step.SchedulerClocks(loaded.scheduler_flags)
         self._alarms.restart()
 

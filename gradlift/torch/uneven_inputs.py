@@ -59,21 +59,20 @@ class UnevenInputs(Joinable):
                 "the scaler has no process_group, so its ranks decide alone and a rank without "
                 "batches cannot follow the others: GradScaler(..., process_group=group)"
             )
-        self._scaler = scaler
-        self._optimizers = optimizers
+        self.scaler, self.optimizers = scaler, optimizers
         self._calls = _Calls(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._calls.begin()
-        return _EmptySteps(self._scaler, self._optimizers, self._calls)
+        return _EmptySteps(self, self._calls)
 
     @property
     def join_device(self) -> torch.device:
-        return grads.local(self._optimizers[0].param_groups[0]["params"][0].detach()).device
+        return grads.local(self.optimizers[0].param_groups[0]["params"][0].detach()).device
 
     @property
     def join_process_group(self) -> Any:
-        return for_trainers.process_group(self._scaler)
+        return for_trainers.process_group(self.scaler)
 
 
 UNSCALE, STEP, UPDATE = range(1, 4)
@@ -91,8 +90,7 @@ class _Calls:
 
     def __init__(self, inputs: UnevenInputs) -> None:
         self._inputs = weakref.ref(inputs)
-        self._scaler = inputs._scaler
-        self._optimizers = inputs._optimizers
+        self._scaler, self._optimizers = inputs.scaler, inputs.optimizers
         # Inside a call that was told, or on a rank that only repeats what it was told.
         self._is_told = False
 
@@ -111,11 +109,17 @@ class _Calls:
         method = getattr(self._scaler, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_told or not self._is_joining():
+            inputs = self._inputs()
+            if self._is_told or inputs is None or not inputs._join_config.enable:
                 return method(*args, **kwargs)
             if name == "step" and closures.split(args[1:], kwargs)[0] is not None:
                 # Its forward pass comes first, and its gradients are unscaled by a call of its own.
-                _refuse_clipped_closure(kwargs.get("max_norm"))
+                if kwargs.get("max_norm") is not None:
+                    raise ValueError(
+                        f"step() with a closure and max_norm={kwargs['max_norm']!r} cannot be "
+                        "followed by a rank whose inputs have run out: clip inside the closure, or "
+                        "step without one"
+                    )
                 return method(*args, **kwargs)
             self._tell(name, args, kwargs)
             with self.told():
@@ -132,10 +136,6 @@ class _Calls:
         finally:
             self._is_told = False
 
-    def _is_joining(self) -> bool:
-        inputs = self._inputs()
-        return inputs is not None and inputs._join_config.enable
-
     def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         place = 0
         if name != "update":
@@ -149,8 +149,8 @@ class _Calls:
             place = known.index(True)
         self._shared([_KINDS[name], place, kwargs.get("max_norm") or 0.0])
 
-    def hear(self) -> tuple[int, int, float | None]:
-        """The next call of the others: its kind, which optimizer, and ``max_norm``."""
+    def next_call(self) -> tuple[int, int, float | None]:
+        """What the others call next: its kind, which optimizer, and ``max_norm``."""
         kind, place, max_norm = self._shared([0.0, 0.0, 0.0]).tolist()
         return int(kind), int(place), max_norm or None
 
@@ -163,39 +163,26 @@ class _Calls:
         return told
 
 
-def _refuse_clipped_closure(max_norm: float | None) -> None:
-    if max_norm is not None:
-        raise ValueError(
-            f"step() with a closure and max_norm={max_norm!r} cannot be followed by a rank whose "
-            "inputs have run out: clip inside the closure, or step without one"
-        )
-
-
 class _EmptySteps(JoinHook):
-    def __init__(
-        self, scaler: GradScaler, optimizers: tuple[torch.optim.Optimizer, ...], calls: _Calls
-    ) -> None:
-        self._scaler = scaler
-        self._optimizers = optimizers
-        self._calls = calls
+    def __init__(self, inputs: UnevenInputs, calls: _Calls) -> None:
+        self._inputs, self._calls = inputs, calls
 
     def main_hook(self) -> None:
         """One iteration of the others, without a gradient."""
-        scaler, calls = self._scaler, self._calls
-        device = grads.local(self._optimizers[0].param_groups[0]["params"][0].detach()).device
-        for optimizer in self._optimizers:
+        scaler, optimizers, calls = self._inputs.scaler, self._inputs.optimizers, self._calls
+        for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        scaler.scale(torch.zeros((), device=device))
+        scaler.scale(torch.zeros((), device=self._inputs.join_device))
         while True:
-            kind, place, max_norm = calls.hear()
+            kind, place, max_norm = calls.next_call()
             with calls.told():
                 if kind == UPDATE:
                     scaler.update()
                     return
                 if kind == UNSCALE:
-                    scaler.unscale_(self._optimizers[place])
+                    scaler.unscale_(optimizers[place])
                 else:
-                    scaler.step(self._optimizers[place], max_norm=max_norm)
+                    scaler.step(optimizers[place], max_norm=max_norm)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._calls.end()

@@ -33,7 +33,7 @@ from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.ranks.reductions import reduction_of
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.overflow_report import OverflowReport
-from gradlift.torch.step.readback import HostRow, HostRows, InFlight, capturing
+from gradlift.torch.step.readback import HostRows, InFlight, capturing
 from gradlift.torch.step.recorder import Recorder, plan_change
 from gradlift.torch.step.update import has_triton
 from gradlift.troubleshooting import see
@@ -117,9 +117,7 @@ class Controller:
 
     # A step ends.
 
-    def send(
-        self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None
-    ) -> InFlight | HostRow | list[float]:
+    def send(self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None) -> InFlight | list[float]:
         """What is told of a step, on its way: scale, largest gradient, overflow, bad loss.
 
         Args:
@@ -156,7 +154,7 @@ class Controller:
 
     def end_step(
         self,
-        sent: InFlight | HostRow | list[float],
+        sent: InFlight | list[float],
         probe: Probe | None,
         ranks: Ranks | None,
         recorders: Iterable[Recorder],
@@ -215,7 +213,7 @@ class Controller:
         # While probe comes after probe the plan moves, and compiling for it would be in vain.
         settled = plan is not None and self.pilot.schedule.next_probe > self.step_number + 1
         active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
-        if (offsets, active) != (self.engine.offsets, self.engine.active_keys):
+        if (offsets, active) != (self.engine.offsets, self.engine.followed.active_keys):
             self.engine.follow(offsets, active)
         own = self.pilot.parameter_offsets
         if own != self.largest.offsets:
@@ -378,7 +376,7 @@ class Controller:
             self.engine.probes.wide,
             identity(self.engine.model),
             # Each rank has a graph of its own, and all of them save one state.
-            self.engine.changes and not self._has_ranks,
+            self.engine.followed.changes and not self._has_ranks,
         )
 
     def load(self, saved: Saved) -> None:
@@ -389,8 +387,9 @@ class Controller:
         self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self.engine.take()
-        graph, owners = saved.pilot["graph"], saved.pilot["owners"]
-        self.engine.resume(graph, owners, saved.wide, saved.changes)
+        followed = self.engine.followed
+        followed.probed.learn_saved(saved.pilot["graph"], saved.pilot["owners"])
+        self.engine.probes.wide, followed.changes = saved.wide, saved.changes
         self._follow()
         self._begin_random()
         if saved.probing:

@@ -116,18 +116,13 @@ class CountedRows:
     def counted(self, amax: Tensor) -> Tensor:
         """The entries of ``amax``, float32 [n], for what they count."""
         if self.left_out:
-            amax = amax.masked_fill(self._left_out_mask(amax), 0.0)
-        return amax * self.factors(amax.device) if self.offsets else amax
-
-    def _left_out_mask(self, amax: Tensor) -> Tensor:
-        if self._mask is None:
-            chosen = [row in self.left_out for row in range(len(amax))]
-            self._mask = torch.tensor(chosen, device=amax.device)
-        return self._mask
-
-    def factors(self, device: torch.device) -> Tensor:
-        """What each counts for: float32 [n]."""
-        if self._factors is None:
-            powers = [2.0 ** self.offsets.get(row, 0) for row in range(self._count)]
-            self._factors = torch.tensor(powers, device=device)
-        return self._factors
+            if self._mask is None:
+                chosen = [row in self.left_out for row in range(len(amax))]
+                self._mask = torch.tensor(chosen, device=amax.device)
+            amax = amax.masked_fill(self._mask, 0.0)
+        if self.offsets:
+            if self._factors is None:
+                powers = [2.0 ** self.offsets.get(row, 0) for row in range(self._count)]
+                self._factors = torch.tensor(powers, device=amax.device)
+            amax = amax * self._factors
+        return amax

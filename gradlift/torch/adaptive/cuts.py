@@ -200,7 +200,10 @@ class Root:
             return
         if gate.closed is None and makes_a_graph():
             gate.closed = DIFFERENTIATED
-        reason = gate.closed or (BATCHED if is_batched(grad) else None)
+        reason = gate.closed
+        # Many gradients run as one under vmap, and the hooks could not look at them.
+        if passes.in_transform() or (grad is not None and is_legacy_batchedtensor(grad)):
+            reason = reason or BATCHED
         call = None if reason else call_through(gate, self.marks)
         if call is None or isinstance(call, str):
             self.on_neutral(reason or call)
@@ -235,13 +238,6 @@ class Marks:
 def makes_a_graph() -> bool:
     """Whether this backward pass records itself; a cut's product would become part of it."""
     return torch.is_grad_enabled()
-
-
-def is_batched(grad: torch.Tensor | None) -> bool:
-    """Whether many gradients run as one under vmap; the hooks could not look at them."""
-    if passes.in_transform():
-        return True
-    return grad is not None and is_legacy_batchedtensor(grad)
 
 
 def call_through(gate: Gate, marks: Marks) -> passes.Call | str:

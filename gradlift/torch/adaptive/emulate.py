@@ -33,12 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.module import register_module_forward_hook
 
 from gradlift.formats import Format, round_to
 from gradlift.torch.adaptive.cuts import Gate, makes_a_graph
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.outputs import tensors_in
+from gradlift.torch.adaptive.outputs import ForwardHook, tensors_in
 from gradlift.torch.compiled.entry_points import outermost
 from gradlift.torch.step.readback import capturing
 from gradlift.troubleshooting import warn
@@ -86,11 +85,13 @@ class Emulation:
         # so that a probed step trains as the others do.
         self._compiled: set[nn.Module] = set()
         self._counting = Rounding(format, None)
-        self._close = weakref.finalize(self, _close, _watch(self), self._rounding)
+        self._hook = ForwardHook(self)
+        self._stop = weakref.finalize(self, self._rounding.stop)
 
     def close(self) -> None:
         """Stops for good; graphs that wait for their backward are not rounded either."""
-        self._close()
+        self._hook.remove()
+        self._stop()
 
     def begin(self, step: int, *, calibrating: bool = False) -> None:
         """Starts a step.
@@ -147,7 +148,7 @@ class Emulation:
 
     def saw(self, module: nn.Module, output: Any) -> None:
         """Puts the rounding hook behind a layer's output."""
-        if not torch.is_grad_enabled() or not self._owns(module):
+        if not isinstance(module, LAYERS) or not torch.is_grad_enabled() or not self._owns(module):
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.is_floating_point():
@@ -220,6 +221,10 @@ class Rounding:
         self._step, self._seed = 0, self._first
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    def stop(self) -> None:
+        """Rounds nothing any more."""
+        self.mode = None
+
     def begin(self, step: int) -> None:
         """Seeds anew if the step is another one; several losses of one step share its numbers."""
         if step == self._step:
@@ -289,21 +294,3 @@ def round_stochastic(grad: Tensor, format: Format, generator: torch.Generator) -
     """``formats.round_to`` to either neighbour at random, but that inf stays inf."""
     rounded = round_to(grad, format, stochastic=True, generator=generator)
     return torch.where(grad.isinf(), grad, rounded)
-
-
-def _watch(emulation: Emulation) -> Any:
-    reference = weakref.ref(emulation)
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(module, LAYERS) or torch.compiler.is_compiling():
-            return
-        watched = reference()
-        if watched is not None:
-            watched.saw(module, output)
-
-    return register_module_forward_hook(hook)
-
-
-def _close(handle: Any, rounding: Rounding) -> None:
-    handle.remove()
-    rounding.mode = None

@@ -73,13 +73,15 @@ class Engine:
         self.probes = Probes(new_probe)
         """The probe under way, and what those before have shown."""
         self._reasons = Reasons()
-        self._pins, self._plan = Pins(), FollowedPlan()
+        self._pins = Pins()
+        self.followed = FollowedPlan()
+        """What ``follow`` was told last, and how to tell whether a graph is the one it is for."""
         self.watch = ModelWatch(
             model,
             self.linear,
             Outputs(self.marks),
             self._pins,
-            self._plan,
+            self.followed,
             self.probes,
             self._reasons,
         )
@@ -119,37 +121,16 @@ class Engine:
         if self._closed:
             return
         check_offsets(offsets, LARGEST_OFFSET)
-        self._plan.offsets = dict(offsets)
-        self._plan.active_keys = None if active is None else tuple(active)
+        self.followed.offsets = dict(offsets)
+        self.followed.active_keys = None if active is None else tuple(active)
         self.unplanned = False
         self.watch.refresh()
         self.watch.tell_compiled()
 
-    def resume(
-        self,
-        graph: Mapping[str, Any] | None,
-        owners: Mapping[str, int],
-        wide: frozenset[str],
-        changes: bool,
-    ) -> None:
-        """Takes in what was known of the graph when a checkpoint was made; then ``follow``."""
-        self._plan.probed.learn_saved(graph, owners)
-        self.probes.wide, self._plan.changes = wide, changes
-
-    @property
-    def active_keys(self) -> tuple[str, ...] | None:
-        """What ``follow`` was told last."""
-        return self._plan.active_keys
-
-    @property
-    def changes(self) -> bool:
-        """Whether the model's graph has been another one than active cuts alone can tell of."""
-        return self._plan.changes
-
     @property
     def offsets(self) -> dict[str, int]:
         """The planned offsets in force, by key; pins come before them."""
-        return dict(self._plan.offsets)
+        return dict(self.followed.offsets)
 
     @property
     def neutral(self) -> str | None:
@@ -170,7 +151,7 @@ class Engine:
         if self.probes.current is None:
             return None
         probe = self.probes.end()
-        self._plan.probed.learn(probe)
+        self.followed.probed.learn(probe)
         self.watch.refresh()
         self.unplanned = False
         blind = self.probes.note_sight(probe, self.watch.names.of_parameter)
@@ -191,8 +172,7 @@ class Engine:
     def close(self) -> None:
         """Stops for good. Graphs that are armed run neutral."""
         self._closed = True
-        self._pins.clear()
-        self._plan.offsets = {}
+        self._pins.offsets, self.followed.offsets = {}, {}
         self.probes.current = None
         self.watch.close()
         self.armed.disarm()
@@ -285,7 +265,7 @@ class Engine:
             assignment = Assignment([0] * found.components)
         elif self._pins.offsets:
             assignment = from_pins(found, self._pins.offsets)
-        elif self._plan.moves:
+        elif self.followed.moves:
             assignment = self._from_plan(found, keys)
         else:
             assignment = Assignment([0] * found.components)
@@ -299,8 +279,8 @@ class Engine:
 
     def _from_plan(self, found: Walk, keys: Mapping[CutHook, tuple[str, ...]]) -> Assignment:
         if not self.watch.only_active:
-            return from_plan(found, keys, self._plan.offsets)
-        assignment, changed = self._plan.assign(found, keys, self.watch.names.of_parameter)
+            return from_plan(found, keys, self.followed.offsets)
+        assignment, changed = self.followed.assign(found, keys, self.watch.names.of_parameter)
         if changed is not None:
             self.watch.refresh()
             self._reasons.note(f"the graph is not the planned one: {changed}")

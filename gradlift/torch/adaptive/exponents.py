@@ -56,10 +56,6 @@ class Pins:
         self.offsets = names.resolve_offsets(offsets)
         self.uncalled = dict.fromkeys(self.offsets, 0)
 
-    def clear(self) -> None:
-        """Fixes none."""
-        self.offsets = {}
-
     def never_called(self) -> Iterator[str]:
         """A loss goes by: a sentence for each pin whose time to be called has passed with it."""
         for name in self.uncalled:

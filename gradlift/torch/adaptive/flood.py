@@ -29,12 +29,10 @@ def flood(
     linear: frozenset[type],
     places: set[int],
 ) -> Walk:
-    """The graph below a loss, without its nodes; arguments as for ``graph.walk``.
+    """The graph below a loss as ``graph.walk`` gives it, without its nodes.
 
     Args:
-        edges: (node, slot) that the gradient of the loss flows into.
-        cuts_of: the cuts on a node, by slot; asked only for nodes in ``places``.
-        linear: autograd Functions declared linear by the user.
+        edges, cuts_of, linear: as there; ``cuts_of`` is asked only for nodes in ``places``.
         places: sequence numbers of nodes, of those that have cuts at least.
     """
     found = _Flood(cuts_of, {})
@@ -89,23 +87,18 @@ class _Flood(Search):
     def _edge(self, source: int, target: Node, slot: int, stack: list[Node]) -> None:
         own = self.index.get(target)
         if own is None:
-            own = self._meet(source, target, slot)
+            if type(target) not in _plain:
+                self._classify(target, type(target))
+            cuts = self.cuts_of(target) if target._sequence_nr() in self.places else None
+            if cuts:
+                self.cuts[target] = cuts
+            own = self.index[target] = self.sets.add() if cuts and slot in cuts else source
             stack.append(target)
         cuts = self.cuts.get(target)
         if cuts is not None and slot in cuts:
             self.sets.join(self.feeds.setdefault((target, slot), source), source)
         elif own != source:
             self.sets.join(own, source)
-
-    def _meet(self, source: int, target: Node, slot: int) -> int:
-        kind = type(target)
-        if kind not in _plain:
-            self._classify(target, kind)
-        cuts = self.cuts_of(target) if target._sequence_nr() in self.places else None
-        if cuts:
-            self.cuts[target] = cuts
-        own = self.index[target] = self.sets.add() if cuts and slot in cuts else source
-        return own
 
     def _classify(self, node: Node, kind: type) -> None:
         if (

@@ -74,11 +74,9 @@ class LargestGradients:
             self._seen.append(largest if largest.device == home else moved_to(largest, home))
 
     def see_rows(self, optimizer: Optimizer, largest: Tensor) -> None:
-        """The largest magnitude of each of the optimizer's gradients: float32 [n]."""
         self._seen.append(self.rows(optimizer).counted(largest))
 
     def see_peaks(self, peaks: list[Tensor]) -> None:
-        """The largest magnitudes of groups of gradients, each row for what it counts."""
         self._seen += peaks
 
     def rows(self, optimizer: Optimizer) -> CountedRows:

@@ -153,14 +153,10 @@ def is_hooked(node: Node) -> bool:
 
 def _hooks_of(register: Callable[[Any], Any]) -> list[Any]:
     """All hooks of a kind on a node: torch shows their dict to whoever registers one."""
-    handle = register(_nothing)
+    handle = register(lambda *args: None)
     hooks = handle.hooks_dict_ref()
     handle.remove()
     return [] if hooks is None else list(hooks.values())
-
-
-def _nothing(*args: Any) -> None:
-    pass
 
 
 def may_change(hook: Any) -> bool:

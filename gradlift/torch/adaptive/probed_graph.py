@@ -138,9 +138,9 @@ class FollowedPlan:
             self._planned_at = PlannedAt(self.offsets, self.probed.homes(), names)
         if assignment.unplanned is None and self._planned_at.fits(found, assignment.offsets):
             return assignment, None
-        stranger = self._planned_at.stranger(found)
-        if stranger is not None:
-            return unplanned(found, stranger), None
+        unknown = self._planned_at.unknown(found)
+        if unknown is not None:
+            return unplanned(found, unknown), None
         missed = self._planned_at.misses(found, assignment.offsets)
         if assignment.unplanned is None and missed is None:
             return assignment, None
@@ -178,10 +178,10 @@ class PlannedAt:
         planned = map(self._only.get, map(id, found.leaves.leaves))
         return list(planned) == found.leaves.at(offsets)
 
-    def stranger(self, found: Walk) -> str | None:
+    def unknown(self, found: Walk) -> str | None:
         """A parameter that no probe has met, in a sentence; None if there is none."""
         for leaf in found.leaves.leaves:
-            name, at = self._offsets.get(id(leaf), _NOBODY)
+            name, at = self._offsets.get(id(leaf), _UNNAMED)
             if at is None:
                 return f"{name!r} was not there when the plan was made"
         return None
@@ -190,12 +190,12 @@ class PlannedAt:
         """A parameter that is not where the plan has it, in a sentence; None if all are.
 
         Args:
-            found: a graph, without strangers.
+            found: a graph, without unknown parameters.
             offsets: of its components.
         """
         known, elsewhere = self._offsets, dict[int, str]()
         for _, _, leaf, component in found.leaves.rows():
-            name, at = known.get(id(leaf), _NOBODY)
+            name, at = known.get(id(leaf), _UNNAMED)
             if at and offsets[component] not in at:
                 elsewhere[id(leaf)] = name
         if elsewhere and found.reused:
@@ -209,7 +209,7 @@ class PlannedAt:
 
 
 # An input, or a parameter that was gathered from its shards.
-_NOBODY: tuple[str, set[int]] = ("", set())
+_UNNAMED: tuple[str, set[int]] = ("", set())
 
 
 def _offset(plan: Mapping[str, int], key: str | None) -> int:

@@ -16,7 +16,7 @@ from gradlift.report.records import ModuleRecord
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.adaptive_ranks import AgreedColumns
 from gradlift.torch.ranks.shared_probe import Layout
-from gradlift.torch.step.readback import HostRow, InFlight
+from gradlift.torch.step.readback import InFlight
 from gradlift.torch.step.recorder import module_records
 
 
@@ -25,7 +25,7 @@ class Pending:
     """A step whose record is on its way."""
 
     step: int
-    row: InFlight | HostRow | list[float] | None
+    row: InFlight | list[float] | None
     """What was sent of it; None if it comes from a checkpoint."""
     probe: Probe | None
     saved: Any = None

@@ -9,7 +9,7 @@ A module is compiled in one of four ways. ``torch.compile(module)`` gives an ``O
 with the compiled ``forward``; ``module.compile()`` puts the compiled call on the module itself;
 some write ``module.forward = torch.compile(module.forward)``. All of these can be wrapped. A
 compiled function that calls the model cannot be reached from the model: there the stance is set in
-advance, until the step's ``update()`` or an error in the model's forward (``Stance``).
+advance, until the step's ``update()`` or an error in the model's forward.
 """
 
 from __future__ import annotations
@@ -130,22 +130,6 @@ class Entries:
             if module.__dict__.get(place) is wrapper:
                 object.__setattr__(module, place, inner)
         self._wrapped = {}
-
-
-class Stance:
-    """Eager mode for the whole process, from ``set`` to ``reset``."""
-
-    def __init__(self) -> None:
-        self._set: Any = None
-
-    def set(self) -> None:
-        if self._set is None and can_set_stance():
-            self._set = torch.compiler.set_stance("force_eager")
-
-    def reset(self) -> None:
-        stance, self._set = self._set, None
-        if stance is not None:
-            stance.__exit__(None, None, None)
 
 
 def can_set_stance() -> bool:

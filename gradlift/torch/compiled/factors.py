@@ -67,7 +67,10 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.ones(2 * _PER_POOL, dtype=torch.float32, device=device)
-        self.factors = [_static(factor) for factor in whole.unbind()]
+        self.factors = whole.unbind()
+        for factor in self.factors:
+            # CUDA graphs need not copy what never moves.
+            torch._dynamo.mark_static_address(factor, guard=False)
         self.used = 0
         # Has a version counter of its own.
         self._target = whole.data
@@ -221,12 +224,6 @@ def _names_in(region: Region) -> set[str]:
 def _recompile_limit() -> int:
     config: Any = torch._dynamo.config
     return getattr(config, "recompile_limit", None) or config.cache_size_limit
-
-
-def _static(factor: Tensor) -> Tensor:
-    """Tells CUDA graphs that the tensor never moves, so that they need not copy it."""
-    torch._dynamo.mark_static_address(factor, guard=False)
-    return factor
 
 
 def _exponents(region: Region, offsets: list[int]) -> dict[FactorPair, tuple[int, int]]:

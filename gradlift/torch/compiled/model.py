@@ -23,6 +23,7 @@ from gradlift.plan.key import Key
 from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.exponents import Assignment, from_pins, from_plan
 from gradlift.torch.adaptive.graph import Node, Walk, is_spread
+from gradlift.torch.adaptive.outputs import Watcher
 from gradlift.torch.compiled.entry_points import is_compiled, is_compiled_node, outermost
 from gradlift.torch.compiled.factors import CompiledCuts
 from gradlift.torch.compiled.traced_cuts import Region
@@ -231,16 +232,16 @@ class CompiledModel:
         self.cuts.close()
 
 
-class Watcher(Protocol):
-    """Who wants to see outputs."""
-
-    def saw(self, module: nn.Module, output: Any) -> None: ...
+class ProbingWatcher(Watcher, Protocol):
+    """One that says whether a probe is due."""
 
     @property
     def probing(self) -> bool: ...
 
 
-def compiled_model(watcher: Watcher, model: nn.Module, linear: frozenset[type]) -> CompiledModel:
+def compiled_model(
+    watcher: ProbingWatcher, model: nn.Module, linear: frozenset[type]
+) -> CompiledModel:
     """The compiled parts of a watcher's model; closed when the watcher is garbage."""
     reference = weakref.ref(watcher)
 

@@ -120,8 +120,10 @@ class Traces:
         found = walk(calls[0].edges, cuts_of, self._linear, ends)
         if self._put_back(found):
             found = walk(calls[0].edges, cuts_of, self._linear, ends)
-        if not self.half:
-            _hold_crossings(found)
+        for edge in () if self.half else found.leaves:
+            # What a float16 input gets leaves the graph at the global scale, and must fit there.
+            if edge.leaf.dtype == torch.float16:
+                found.held.setdefault(edge.component, CROSSES)
         backs = {edge.upstream: edge.cut.back for edge in found.cuts}
         if any(edge.cut.differentiated for edge in found.cuts) or not _on_one_device(found, backs):
             return frozenset()
@@ -221,13 +223,6 @@ def _inputs_of(call: passes.Call) -> dict[Node, Tensor] | None:
                 return None
             ends[wanted.grad_fn] = wanted
     return ends
-
-
-def _hold_crossings(found: Walk) -> None:
-    """What a float16 input of the graph gets leaves it at the global scale, and must fit there."""
-    for edge in found.leaves:
-        if edge.leaf.dtype == torch.float16:
-            found.held.setdefault(edge.component, CROSSES)
 
 
 def _bring_back(found: Walk, backs: Mapping[int, Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from gradlift.torch.compiled.entry_points import (
     Entries,
-    Stance,
+    can_set_stance,
     is_optimized,
     outermost,
     wrappers_of,
@@ -30,10 +30,7 @@ class UncompiledProbe:
     """Runs compiled parts uncompiled while a probe is due.
 
     Args:
-        model: the model.
-        saw: takes note of a module and its output.
-        probing: says whether a probe is due.
-        hidden: whether the model itself shows no sign of being compiled.
+        model, saw, probing, hidden: as for ``CompiledModel``.
     """
 
     def __init__(
@@ -45,7 +42,6 @@ class UncompiledProbe:
         self._from_function = hidden and not wrappers
         self._entries = Entries(lambda: probing() and torch.is_grad_enabled(), self._looking)
         self._entries.wrap(wrappers)
-        self._stance = Stance()
         self._window = contextlib.ExitStack()
 
     def watch(self) -> Hooks:
@@ -65,8 +61,8 @@ class UncompiledProbe:
         self._entries.wrap(outermost(self._model))
         if self._from_function:
             self._window.close()
-            self._window.callback(self._stance.reset)
-            self._stance.set()
+            if can_set_stance():
+                self._window.enter_context(torch.compiler.set_stance("force_eager"))
             self._window.enter_context(self._looking(self._model))
             close = functools.partial(_close_on_error, self._window)
             handle = self._model.register_forward_hook(close, always_call=True)

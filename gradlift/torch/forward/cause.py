@@ -116,11 +116,9 @@ class Cause:
         read = ""
         if self.largest_input is not None and math.isfinite(self.largest_input):
             read = f" from inputs of up to {self.largest_input:.3g}"
-        return f"{made} in {place} made {values}{read}{self._pole()}"
-
-    def _pole(self) -> str:
         plain = self.operation.rstrip("_")
-        return f": {_POLES[plain]}" if self.kind == "forward" and plain in _POLES else ""
+        pole = f": {_POLES[plain]}" if self.kind == "forward" and plain in _POLES else ""
+        return f"{made} in {place} made {values}{read}{pole}"
 
 
 def cause_of(origin: Origin) -> Cause:

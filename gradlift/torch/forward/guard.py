@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.hooks import RemovableHandle
 
+from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.forward.values import values_of
 from gradlift.torch.names import Names
 
@@ -85,10 +86,6 @@ class ForwardGuard:
         lines = [f"  {name or 'the model'}: {why}" for name, why in self._mended.items()]
         return "\n".join(["ForwardGuard(", *lines, ")"])
 
-    def name_of(self, module: nn.Module) -> str:
-        """The name that a module goes by here."""
-        return self._names.of_module[id(module)]
-
     # By hand.
 
     def mend(self, name: str, why: str = "by hand") -> None:
@@ -105,7 +102,7 @@ class ForwardGuard:
             module.__dict__.pop("forward", None)
 
     def _find(self, name: str) -> tuple[str, nn.Module]:
-        name = self._names.resolve((name,))[name]
+        name = self._names.resolve(name)
         module = self._modules[name]
         if name not in self._mended and "forward" in module.__dict__:
             raise ValueError(f"{name!r} has a forward of its own already, which is left alone")
@@ -135,15 +132,11 @@ class ForwardGuard:
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Look at the forward passes inside, module by module; each look waits for the device."""
-        look = self.start()
+        look = Look(self)
         try:
             yield
         finally:
             look.stop()
-
-    def start(self) -> Look:
-        """``looking`` for whoever cannot use ``with``; ends with the ``stop`` of what it gives."""
-        return Look(self)
 
 
 class Look:
@@ -179,15 +172,19 @@ class Look:
         self._finite.setdefault(id(module), []).append(_largest((args, kwargs)) < math.inf)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        was_finite, name = self._finite[id(module)].pop(), self._guard.name_of(module)
+        was_finite = self._finite[id(module)].pop()
+        name = self._guard._names.of_module[id(module)]
         largest = _largest(output)
         halves = _largest(output, halves_alone=True)
         close = halves > HALF.max * 2.0**-self._guard.distance
-        if not was_finite or name in self._guard._mended or not (largest == math.inf or close):
+        if not was_finite or not (largest == math.inf or close):
             return None
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__:  # a mended one's, or somebody else's
             return None
-        self._guard.mend(name, _reason(largest))
+        why = f"its output came up to {largest:.3g}, and float16 ends at 65504"
+        if largest == math.inf:
+            why = "its output was not finite though its inputs were"
+        self._guard.mend(name, why)
         again = module.forward(*args, **kwargs)
         if largest == math.inf and _largest(again) == math.inf:
             # Not the format's doing: a division by zero stays one.
@@ -196,16 +193,10 @@ class Look:
         return again
 
 
-def _reason(largest: float) -> str:
-    if largest == math.inf:
-        return "its output was not finite though its inputs were"
-    return f"its output came up to {largest:.3g}, and float16 ends at 65504"
-
-
 def _largest(tree: Any, halves_alone: bool = False) -> float:
     """The largest magnitude in some tensors, inf where one is not finite; waits for the device."""
     largest = 0.0
-    for tensor in _tensors(tree):
+    for tensor in tensors_in(tree):
         values = values_of(tensor) if tensor.is_floating_point() else None
         if values is not None and values.numel():
             if halves_alone and tensor.dtype != torch.float16:
@@ -213,18 +204,6 @@ def _largest(tree: Any, halves_alone: bool = False) -> float:
             value = float(torch.linalg.vector_norm(values, math.inf))
             largest = max(largest, math.inf if math.isnan(value) else value)
     return largest
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or outputs: dicts, sequences, and objects with fields."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for entry in tree.values():
-            yield from _tensors(entry)
-    elif isinstance(tree, (list, tuple)):
-        for entry in tree:
-            yield from _tensors(entry)
 
 
 # How a mended module runs.
@@ -253,7 +232,7 @@ def _product(module: Any, plain: Forward, x: Tensor) -> Tensor:
         if module.bias is not None:
             bias = module.bias.float()
             out = out + (bias if is_linear else bias.reshape(-1, *[1] * (out.dim() - 2)))
-        return _back(out, module)
+        return out.half() if _is_half(module) else out
 
 
 def _in_float32(module: nn.Module, plain: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -302,10 +281,6 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
-def _back(product: Tensor, module: nn.Module) -> Tensor:
-    return product.half() if _is_half(module) else product
-
-
 def _is_half(module: nn.Module) -> bool:
     """Whether its own parameters are half-precision, so that its neighbours' are too."""
     return any(p.dtype == torch.float16 for p in module.parameters())
@@ -320,19 +295,14 @@ def _one_type(module: nn.Module) -> Iterator[str]:
     if not halves:
         yield device
         return
-    with nn.utils.parametrize.cached(), _swapped(module, halves):
-        yield device
-
-
-@contextmanager
-def _swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other tensors in the place of parameters; gradients flow through to these."""
     accessor = NamedMemberAccessor(module)
-    old, _ = accessor.swap_tensors_dict(dict(tensors), allow_missing=False)
-    try:
-        yield
-    finally:
-        accessor.swap_tensors_dict(old, allow_missing=False)
+    with nn.utils.parametrize.cached():
+        # Gradients flow through to the parameters that these stand for.
+        old, _ = accessor.swap_tensors_dict(halves, allow_missing=False)
+        try:
+            yield device
+        finally:
+            accessor.swap_tensors_dict(old, allow_missing=False)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

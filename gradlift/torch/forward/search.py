@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradlift.torch.compiled.entry_points import is_compiled
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard, Look
 from gradlift.torch.forward.watch import StepWatch
+from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, UPDATES
 from gradlift.troubleshooting import warn
 
@@ -32,24 +33,15 @@ Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
 something found, and whether any came too late, come out."""
 
 
-class HasModel(Protocol):
-    """Knows the model, as long as it is there."""
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model."""
-        ...
-
-
 class CauseSearch:
     """Looks for what broke a step.
 
     Args:
-        owner: knows the model whose names are used.
+        owner: knows the model whose names are used, as long as it is there.
         guard: what may mend the forward pass; None if nothing shall.
     """
 
-    def __init__(self, owner: HasModel, guard: ForwardGuard | None = None) -> None:
+    def __init__(self, owner: OverflowReport, guard: ForwardGuard | None = None) -> None:
         self._owner, self.guard = owner, guard
         self.last: Cause | None = None
         """What broke the last step that was watched and broken."""
@@ -103,7 +95,7 @@ class CauseSearch:
         self._is_answered = True
         self.stop()
         if new_bad_loss and self.guard is not None and self._guard_knows:
-            self.under_way = self.guard.start()
+            self.under_way = Look(self.guard)
         else:
             self._begin_watch()
 

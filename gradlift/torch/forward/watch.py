@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,26 +36,8 @@ from gradlift.torch.names import Names
 MOST = 500_000
 
 
-class _Written(NamedTuple):
-    """A tensor that was looked at; ``place`` is its row among the numbers of its device."""
-
-    device: torch.device
-    place: int
-    elements: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Noted(NamedTuple):
-    """An operation, before its numbers are known."""
-
-    name: str
-    module: str | None
-    outputs: tuple[_Written, ...]
-    inputs: tuple[tuple[int, int], ...] = ()
-    backward: str | None = None
-    source: str | None = None
-    constant: bool = False
+Place = tuple[torch.device, int]
+"""Where the numbers of a tensor are: its device, and its row among those of the device."""
 
 
 class StepWatch:
@@ -72,22 +54,19 @@ class StepWatch:
         self._mode: _Mode | None = None
         self._handles: list[Any] = []
         self._stance: Any = None
-        self._noted: list[_Noted] = []
+        self._noted: list[tuple[Operation, list[Place]]] = []
+        """Operations whose outputs lack their numbers, and where these are."""
         self._writers: dict[int, tuple[int, int]] = {}
         self._held: dict[int, StorageWeakRef] = {}
         self._numbers: dict[torch.device, list[Tensor]] = {}
         self._stack: list[tuple[str, int]] = []
         self._calls: list[tuple[int, int, str]] = []
         self._losses: list[tuple[int, int]] = []
-        self._is_measuring = False
+        self.is_measuring = False
+        """Whether operations that run now are the watch's own."""
         self._waits: list[Any] = []
         self.is_late = True
         """Whether a loss was made before the watch began, or none was watched at all."""
-
-    @property
-    def takes_notes(self) -> bool:
-        """Whether operations that run now are the step's."""
-        return self.is_on and not self._is_measuring
 
     @property
     def is_on(self) -> bool:
@@ -148,10 +127,10 @@ class StepWatch:
         if self.is_on:
             self.is_late |= loss.requires_grad and _key(loss) not in self._writers
             # A loss that was made before the watch began is looked at here, and not noted.
-            self._is_measuring = True
+            self.is_measuring = True
             with torch.no_grad():
                 self._losses.extend(self._read((loss,)))
-            self._is_measuring = False
+            self.is_measuring = False
 
     def cause(self, grads: Iterable[Tensor]) -> Cause | None:
         """What broke the step; None if nothing did. Waits for the device.
@@ -186,21 +165,21 @@ class StepWatch:
         before = self._read(inputs)
         floats = tuple(tensor for tensor in written if _is_float(tensor))
         index = len(self._noted)
-        constant = any(isinstance(v, float) and math.isinf(v) for v in _scalars_in((args, kwargs)))
-        self._noted.append(
-            _Noted(
-                schema.name,
-                place,
-                tuple(map(self._measured, floats)),
-                before,
-                None if node is None else node.name(),
-                constant=constant,
-            )
-        )
+        constant = any(isinstance(v, float) and math.isinf(v) for v in _leaves((args, kwargs)))
+        backward = None if node is None else node.name()
+        told = {"inputs": before, "backward": backward, "constant": constant}
+        self._add(schema.name, place, floats, **told)
         for tensor in written:
             self._writers.pop(_key(tensor), None)
         for output, tensor in enumerate(floats):
             self._wrote(tensor, index, output)
+
+    def _add(self, name: str, module: str | None, outputs: Iterable[Tensor], **about: Any) -> None:
+        """Note an operation, or a tensor that was there before; ``about`` as for ``Operation``."""
+        measured = list(map(self._measured, outputs))
+        values = tuple(value for value, _ in measured)
+        operation = Operation(name, module, values, **about)
+        self._noted.append((operation, [place for _, place in measured]))
 
     def _wrote(self, tensor: Tensor, index: int, output: int) -> None:
         storage = _storage(tensor)
@@ -220,13 +199,11 @@ class StepWatch:
             if key not in self._writers:
                 source, name = self._tensors.get(key, ("input", ""))
                 self._wrote(tensor, len(self._noted), 0)
-                self._noted.append(
-                    _Noted(name, self._module_now(), (self._measured(tensor),), source=source)
-                )
+                self._add(name, self._module_now(), (tensor,), source=source)
             found.append(self._writers[key])
         return tuple(found)
 
-    def _measured(self, tensor: Tensor) -> _Written:
+    def _measured(self, tensor: Tensor) -> tuple[Value, Place]:
         value = values_of(tensor)
         assert value is not None
         told = value if tensor.is_nested else tensor
@@ -239,8 +216,8 @@ class StepWatch:
         norm = torch.linalg.vector_norm(value, math.inf) if value.numel() else counts[0]
         rows.append(torch.stack([number.double() for number in (norm, *counts)]))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        shape = tuple(told.shape)
-        return _Written(value.device, len(rows) - 1, told.numel(), dtype, shape)
+        known = Value(math.nan, 0, 0, 0, told.numel(), dtype, tuple(told.shape))
+        return known, (value.device, len(rows) - 1)
 
     # Where it runs.
 
@@ -268,29 +245,14 @@ class StepWatch:
             device: torch.stack(rows).cpu().tolist() for device, rows in self._numbers.items()
         }
 
-        def value(written: _Written) -> Value:
-            largest, infs, positive, nans = numbers[written.device][written.place]
-            return Value(
-                largest,
-                int(infs),
-                int(positive),
-                int(nans),
-                written.elements,
-                written.dtype,
-                written.shape,
-            )
+        def counted(value: Value, place: Place) -> Value:
+            largest, *counts = numbers[place[0]][place[1]]
+            infs, positive, nans = map(int, counts)
+            return replace(value, largest=largest, infs=infs, positive=positive, nans=nans)
 
         return [
-            Operation(
-                noted.name,
-                noted.module,
-                tuple(map(value, noted.outputs)),
-                noted.inputs,
-                noted.backward,
-                noted.source,
-                noted.constant,
-            )
-            for noted in self._noted
+            replace(operation, outputs=tuple(map(counted, operation.outputs, places)))
+            for operation, places in self._noted
         ]
 
 
@@ -305,7 +267,7 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._watch.takes_notes:
+        if self._watch.is_on and not self._watch.is_measuring:
             with torch.no_grad():
                 self._watch.note(func, args, kwargs or {}, out)
         return out
@@ -349,10 +311,6 @@ def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _scalars_in(tree: Any) -> Iterator[Any]:
-    return (leaf for leaf in _leaves(tree) if not isinstance(leaf, Tensor))
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

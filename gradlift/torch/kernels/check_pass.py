@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradlift.torch.kernels.update_pass import INF_BITS, TRITON_DTYPES, chunk_of, load, on, update
+from gradlift.torch.kernels.scalars import DTYPES
+from gradlift.torch.kernels.update_pass import INF_BITS, chunk_of, load, on, update
 from gradlift.torch.two_pass.cpu_passes import Measure
 from gradlift.torch.two_pass.tables import GradKey, GradTable
 
@@ -35,9 +36,7 @@ _LARGE_BITS = tl.constexpr((127 + 56) << 23)
 
 @triton.jit
 def _count_chunk(base, offsets, left, row, counts, FULL: tl.constexpr):
-    value = load(base, offsets, left, FULL)
-    if value.dtype != tl.float64:
-        value = value.to(tl.float32)
+    value = load(base, offsets, left, FULL).to(tl.float32)
     infs = tl.sum((tl.abs(value) == float("inf")).to(tl.int32))
     nans = tl.sum((value != value).to(tl.int32))
     if infs + nans > 0:
@@ -68,7 +67,13 @@ def _count_kernel(
 
 
 def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None:
-    """Count inf and NaN per gradient if an overflow was found; see ``cpu_passes``."""
+    """Count inf and NaN per gradient if an overflow was found; else leave ``counts`` alone.
+
+    Args:
+        table: The gradients.
+        found_inf: 0-d float32 on the gradients' device; 0 means nothing to count.
+        counts: int32 ``[n, 2]`` on the gradients' device: inf and NaN per gradient. Overwritten.
+    """
     counts.mul_(found_inf == 0)
     chunked = table.chunks(COUNT_CHUNK)
     with on(table.device):
@@ -84,7 +89,7 @@ def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None
                     counts,
                     chunks,
                     CHUNK=COUNT_CHUNK,
-                    DTYPE=TRITON_DTYPES[key.dtype],
+                    DTYPE=DTYPES[key.dtype],
                     ALIGNED=key.aligned,
                     num_warps=COUNT_WARPS,
                 )
@@ -181,7 +186,7 @@ def measure(table: GradTable, scale: Tensor, found_inf: Tensor, *, amax: bool = 
                     peaks[part],
                     totals[part],
                     CHUNK=MEASURE_CHUNK,
-                    DTYPE=TRITON_DTYPES[key.dtype],
+                    DTYPE=DTYPES[key.dtype],
                     ALIGNED=key.aligned,
                     num_warps=MEASURE_WARPS,
                 )

@@ -16,14 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradlift.torch.kernels.scalars import DTYPES
 from gradlift.torch.two_pass.tables import HYPERS, GradTable, UpdateKey, UpdateTable
-
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float64: tl.float64,
-}
 
 # Elements per program, and warps. The update keeps up to seven streams in registers; in a
 # prototype on an H200 chunks of 2048 halved its speed.
@@ -346,36 +340,24 @@ def update(
     seed: int = 0,
 ) -> None:
     """Update every parameter that has a gradient, unless found_inf is set; see ``cpu_passes``."""
-    with on(table.device):
-        _launch_coefs(table, grads, hypers, scale, found_inf, norm, max_norm)
-        _launch_update(table, grads, found_inf, seed)
-
-
-def _launch_coefs(
-    table: UpdateTable,
-    grads: GradTable,
-    hypers: Tensor,
-    scale: Tensor,
-    found_inf: Tensor,
-    norm: Tensor,
-    max_norm: float,
-) -> None:
     rows = len(table)
-    _coefs_kernel[(triton.cdiv(rows, ROWS),)](
-        table.pointers,
-        grads.addresses,
-        table.groups,
-        hypers,
-        scale,
-        found_inf,
-        norm,
-        max_norm,
-        table.coefs,
-        rows,
-        ADAM=table.kind == "adam",
-        HYPERS=HYPERS,
-        BLOCK=ROWS,
-    )
+    with on(table.device):
+        _coefs_kernel[(triton.cdiv(rows, ROWS),)](
+            table.pointers,
+            grads.addresses,
+            table.groups,
+            hypers,
+            scale,
+            found_inf,
+            norm,
+            max_norm,
+            table.coefs,
+            rows,
+            ADAM=table.kind == "adam",
+            HYPERS=HYPERS,
+            BLOCK=ROWS,
+        )
+        _launch_update(table, grads, found_inf, seed)
 
 
 def _launch_update(table: UpdateTable, grads: GradTable, found_inf: Tensor, seed: int) -> None:
@@ -394,10 +376,10 @@ def _launch_update(table: UpdateTable, grads: GradTable, found_inf: Tensor, seed
             len(table),
             seed,
             CHUNK=UPDATE_CHUNK,
-            GRAD_DTYPE=TRITON_DTYPES[key.grad],
-            PARAM_DTYPE=TRITON_DTYPES[key.param],
-            STATE_DTYPE=TRITON_DTYPES[key.state or torch.float32],
-            LOW_DTYPE=TRITON_DTYPES[key.low or torch.float32],
+            GRAD_DTYPE=DTYPES[key.grad],
+            PARAM_DTYPE=DTYPES[key.param],
+            STATE_DTYPE=DTYPES[key.state or torch.float32],
+            LOW_DTYPE=DTYPES[key.low or torch.float32],
             ALIGNED=key.aligned,
             ADAM=table.kind == "adam",
             DECOUPLED=key.rule.decoupled,

@@ -29,7 +29,7 @@ from gradlift.plan.histogram import BINS
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks import shared_probe
 from gradlift.torch.ranks.groups import Ranks
-from gradlift.torch.ranks.message import PLAN
+from gradlift.torch.ranks.message import PLAN, listed
 from gradlift.torch.ranks.shared_probe import Layout, Part
 from gradlift.torch.step.readback import capturing
 from gradlift.troubleshooting import see
@@ -215,10 +215,10 @@ def fingerprint(exponents: int, course: Any) -> int:
     return high << _PART_BITS | low
 
 
-_PARTS = {
-    0: "the exponents of the model's parts (its plan or its pins)",
-    1: "the step, the next probe or the scaler's settings",
-}
+_PARTS = (
+    "the exponents of the model's parts (its plan or its pins)",
+    "the step, the next probe or the scaler's settings",
+)
 
 
 def plan_difference(
@@ -231,26 +231,17 @@ def plan_difference(
         ranks: who they are.
         own: what this rank has of each part, in words.
     """
-    for place, name in _PARTS.items():
-        values = [_part(int(row[PLAN]), place) for row in rows]
+    for place, name in enumerate(_PARTS):
+        values = [divmod(int(row[PLAN]), 2**_PART_BITS)[place] for row in rows]
         if len(set(values)) == 1:
             continue
         usual = max(values, key=values.count)
         odd = [rank for rank, value in zip(ranks.members, values, strict=True) if value != usual]
         rest = [rank for rank in ranks.members if rank not in odd]
         return (
-            f"gradlift: {name} differ between ranks: on {_few(odd)} from {_few(rest)}. No weight "
-            f"has moved. On this rank, {ranks.members[ranks.me]}: {own[place]}. Call pin() and "
-            "load_state_dict() with the same arguments on all ranks, at the same step"
+            f"gradlift: {name} differ between ranks: on {listed(odd)} from {listed(rest)}. No "
+            f"weight has moved. On this rank, {ranks.members[ranks.me]}: {own[place]}. Call pin() "
+            "and load_state_dict() with the same arguments on all ranks, at the same step"
             + see("differs-between-ranks")
         )
     return None
-
-
-def _part(number: int, place: int) -> int:
-    return number >> _PART_BITS if place == 0 else number % 2**_PART_BITS
-
-
-def _few(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

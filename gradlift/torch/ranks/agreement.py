@@ -34,20 +34,16 @@ class Addition(Protocol):
     def columns(self) -> Tensor | None:
         """More columns for this rank's row: float64 [any] on the scaler's device, as many on
         every rank."""
-        ...
 
     def received(self, columns: Tensor, disputed: Tensor) -> None:
         """The columns of all ranks, [ranks, any], and whether (0-d bool) the ranks differ."""
-        ...
 
     def difference(self, rows: list[list[float]], ranks: Ranks) -> str | None:
         """In what the fingerprints of the ranks differ, for an error message; None if they do
         not."""
-        ...
 
     def check_alone(self, world_size: int) -> None:
         """Raise if this rank of several may not decide alone."""
-        ...
 
 
 class Agreement:

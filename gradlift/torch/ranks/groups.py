@@ -14,7 +14,7 @@ one dimension after the other, unless it holds all ranks of the job.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +49,16 @@ class Ranks:
         for group in self.groups:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op is None else op, group=group)
 
-    def reduce_later_(self, tensor: Tensor) -> Any:
-        """Begin to sum ``tensor`` over all members; ``wait()`` on what is returned ends it."""
-        first = dist.all_reduce(tensor, group=self.groups[0], async_op=True)
-        return _UnderWay(first, tensor, self.groups[1:])
+    def reduce_later_(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to sum ``tensor`` over all members; a call of what is returned ends it."""
+        work: Any = dist.all_reduce(tensor, group=self.groups[0], async_op=True)
 
+        def end() -> None:
+            work.wait()
+            for group in self.groups[1:]:
+                dist.all_reduce(tensor, group=group)
 
-class _UnderWay:
-    def __init__(self, work: Any, tensor: Tensor, groups: tuple[Any, ...]) -> None:
-        self._work, self._tensor, self._groups = work, tensor, groups
-
-    def wait(self) -> None:
-        self._work.wait()
-        for group in self._groups:
-            dist.all_reduce(self._tensor, group=group)
+        return end
 
 
 def initialized() -> bool:
@@ -74,7 +70,7 @@ def of(process_group: Any) -> Ranks | None:
     """The ranks of a process group or a ``DeviceMesh``; None for None."""
     if process_group is None:
         return None
-    if _is_mesh(process_group):
+    if hasattr(process_group, "mesh") and hasattr(process_group, "get_group"):
         return of_mesh(process_group)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
@@ -157,10 +153,6 @@ def root_meshes(parameters: Iterable[Tensor]) -> list[Any]:
         if mesh is not None and not any(mesh is seen or mesh == seen for seen in found):
             found.append(mesh)
     return [root_mesh(mesh) for mesh in found]
-
-
-def _is_mesh(value: Any) -> bool:
-    return hasattr(value, "mesh") and hasattr(value, "get_group")
 
 
 def _of_wrapper(module: torch.nn.Module) -> Iterator[Ranks | None]:

@@ -14,6 +14,7 @@ copies, and that too is a dispute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,15 +106,15 @@ class Exchange:
         self.measured = mine.squares is not None
         if torch.compiler.is_compiling():
             ranks.reduce_(self._rows)
-            self._work = None
+            self._end = None
         else:
-            self._work = ranks.reduce_later_(self._rows)
+            self._end = ranks.reduce_later_(self._rows)
 
     def settle(self) -> Verdict:
         """Wait for the others, on the device where there is one, and decide."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._end is not None:
+            self._end()
+            self._end = None
         return decide(self._rows, self.measured)
 
 
@@ -185,7 +186,7 @@ def difference(rows: list[list[float]], ranks: Ranks) -> str:
             rest = [ranks.members[i] for i, v in enumerate(values) if v == usual]
             return (
                 f"gradlift: {name} differs between ranks: {told}{more}, {usual:.10g} on "
-                f"{_several(rest)}. No weight has moved. Give all ranks the same settings, load "
+                f"{listed(rest)}. No weight has moved. Give all ranks the same settings, load "
                 "the same checkpoint on all of them, and call update() equally often"
                 + see("differs-between-ranks")
             )
@@ -206,10 +207,10 @@ def _dropped_apart(rows: list[list[float]], ranks: Ranks) -> str:
     """The same where gradients that lay unscaled are new ones on some ranks alone."""
     most = max(row[DROPS] for row in rows)
     anew = [ranks.members[i] for i, row in enumerate(rows) if row[DROPS] == most]
-    what = f"are new ones on {_several(anew)}, where a loss was scaled since, and not on the others"
+    what = f"are new ones on {listed(anew)}, where a loss was scaled since, and not on the others"
     if all(row[DROPS] == most for row in rows):
         again = [ranks.members[i] for i, row in enumerate(rows) if row[REFUSES]]
-        what = f"were unscaled or added to once more on {_several(again)} alone"
+        what = f"were unscaled or added to once more on {listed(again)} alone"
     return (
         f"gradlift: gradients that unscale_() or a clip made true {what}. No weight has moved. End "
         "a batch that is dropped after unscale_() with zero_grad() and update() on all ranks, "
@@ -218,8 +219,7 @@ def _dropped_apart(rows: list[list[float]], ranks: Ranks) -> str:
     )
 
 
-def _several(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks for a message, the first eight of many."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"ranks {shown}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

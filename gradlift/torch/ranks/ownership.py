@@ -68,9 +68,6 @@ class Ownership:
         for param in marked:
             self._marks[param] = ranks is None or ranks.me == 0
 
-    def marked(self, param: Tensor) -> bool:
-        return param in self._marks
-
     def mark_wrapped(self, model: torch.nn.Module | None, ranks: Ranks) -> None:
         """Mark what wrappers in ``model`` tell: FSDP1's shards, DDP over a part of ``ranks``."""
         for module in () if model is None else model.modules():

@@ -9,7 +9,6 @@ torch does not tell a rehearsal from a step, so it is looked for among the calle
 from __future__ import annotations
 
 import sys
-from types import CodeType
 
 import torch
 
@@ -25,11 +24,7 @@ def is_rehearsal() -> bool:
         return False
     methods = [getattr(stages.PipelineStage, name, None) for name in _REHEARSALS]
     codes = {code for method in methods if (code := getattr(method, "__code__", None)) is not None}
-    return bool(codes) and _is_running(codes)
-
-
-def _is_running(codes: set[CodeType]) -> bool:
-    frame = sys._getframe()
+    frame = sys._getframe() if codes else None
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None

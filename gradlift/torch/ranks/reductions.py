@@ -39,9 +39,12 @@ def reduction_of(model: nn.Module, ranks: int) -> Reduction:
     """
     if isinstance(model, DistributedDataParallel):
         hooks = getattr(model, "_comm_hooks", ())
-        return Reduction(any("fp16" in _name(hook) for hook, *_ in hooks), 0)
+        names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook, *_ in hooks)
+        return Reduction(any("fp16" in name for name in names), 0)
     dtypes = {_reduce_dtype(param) for param in _sharded(model)}
-    dtypes |= {getattr(own, "reduce_dtype", None) for own in _policies(model)}
+    # The mixed precision of FSDP1's units.
+    policies = (getattr(m, "mixed_precision", None) for m in model.modules() if is_fsdp1(m))
+    dtypes |= {getattr(policy, "reduce_dtype", None) for policy in policies}
     if dtypes:
         return Reduction(torch.float16 in dtypes, _bits(_divided_after(ranks)))
     return Reduction(False, _bits(ranks))
@@ -72,13 +75,6 @@ def _sharded(model: nn.Module) -> Iterator[Any]:
             yield from getattr(group, "fsdp_params", ())
 
 
-def _policies(model: nn.Module) -> Iterator[Any]:
-    """The mixed precision of FSDP1's units."""
-    for module in model.modules():
-        if is_fsdp1(module):
-            yield getattr(module, "mixed_precision", None)
-
-
 def _reduce_dtype(param: Any) -> torch.dtype:
     # None stands for the dtype the gradient has, before the first forward for all of them.
     found = getattr(param, "reduce_dtype", None) or getattr(param, "param_dtype", None)
@@ -94,7 +90,3 @@ def _divided_after(ranks: int) -> int:
 
 def _bits(factor: int) -> int:
     return max(factor - 1, 0).bit_length()
-
-
-def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__)

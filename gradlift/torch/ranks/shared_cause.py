@@ -37,6 +37,6 @@ def first_of(
     mine = list(text) if first == ranks.me else [0] * known[first][1]
     told = torch.tensor(mine, dtype=torch.int32, device="cpu").to(device)
     ranks.reduce_(told)
-    heard = json.loads(bytes(told.tolist()))
-    cause = Cause(**{**heard, "shape": tuple(heard["shape"])})
+    fields = json.loads(bytes(told.tolist()))
+    cause = Cause(**{**fields, "shape": tuple(fields["shape"])})
     return replace(cause, rank=ranks.members[first]), False

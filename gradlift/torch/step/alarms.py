@@ -5,6 +5,7 @@ The counters arrive from the device some steps late (``readback.py``); nothing h
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from gradlift import floor
@@ -54,7 +55,8 @@ class Alarms:
             self._say_once(BAD_LOSS_ADVICE, "the-loss-is-inf-or-nan", 5)
         if counts[FLOOR] > seen[FLOOR]:
             policy = scaler.policy
-            floor.act(policy.on_floor, lambda: _at_floor(scaler), scaler, self._say_at_floor)
+            say = partial(self._say_once, anchor=floor.AT_FLOOR, stacklevel=5)
+            floor.act(policy.on_floor, lambda: _at_floor(scaler), scaler, say)
         more = counts[CONSECUTIVE] > seen[CONSECUTIVE]
         if self._limit is not None and more and counts[CONSECUTIVE] >= self._limit:
             raise FloatingPointError(
@@ -63,9 +65,6 @@ class Alarms:
                 f"The last overflow: {describe(scaler.overflow_report())}"
                 f"{see('steps-in-a-row-were-skipped')}"
             )
-
-    def _say_at_floor(self, message: str) -> None:
-        self._say_once(message, floor.AT_FLOOR, 6)
 
     def _say_once(self, message: str, anchor: str, stacklevel: int) -> None:
         if anchor not in self._said:

@@ -53,15 +53,12 @@ class Watcher(Protocol):
         self, optimizer: torch.optim.Optimizer, collected: Collected, home: torch.device
     ) -> None:
         """The gradients."""
-        ...
 
     def see_rows(self, optimizer: torch.optim.Optimizer, largest: Tensor) -> None:
         """The largest magnitude of each of the optimizer's gradients: float32 [n]."""
-        ...
 
     def see_peaks(self, peaks: list[Tensor]) -> None:
         """The largest magnitudes of groups of gradients, each row for what it counts."""
-        ...
 
     def rows(self, optimizer: torch.optim.Optimizer) -> Weights:
         """Which rows of the optimizer's parameters count, and how much."""

@@ -64,30 +64,24 @@ class ClosureStep:
                 "step() with a closure evaluates and unscales the gradients itself; do not call "
                 "unscale_() before it, and pass max_norm= to clip"
             )
+        snapshot = None
         try:
             first = [self._evaluate()]
-        except _Overflow:
-            return None
-        except BaseException:
-            steps.forget(optimizer)
-            raise
+            before = _fingerprint(optimizer)
 
-        before = _fingerprint(optimizer)
+            def again() -> Any:
+                # The first call gets the evaluation made above, unless the optimizer has moved
+                # since, as SAM has, which takes its first gradient as given.
+                if first and _fingerprint(optimizer) == before:
+                    return first.pop()
+                first.clear()
+                return self._evaluate()
 
-        def again() -> Any:
-            # The first call gets the evaluation made above, unless the optimizer has moved since,
-            # as SAM has, which takes its first gradient as given.
-            if first and _fingerprint(optimizer) == before:
-                return first.pop()
-            first.clear()
-            return self._evaluate()
-
-        snapshot = None if _evaluates_once(optimizer) else _Snapshot(optimizer)
-        try:
+            snapshot = None if _evaluates_once(optimizer) else _Snapshot(optimizer)
             return optimizer.step(again, *self._call.args, **self._call.kwargs)
         except _Overflow:
-            assert snapshot is not None, "a single-evaluation optimizer evaluated twice"
-            snapshot.restore(optimizer)
+            if snapshot is not None:
+                snapshot.restore(optimizer)
             return None
         except BaseException:
             steps.forget(optimizer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradlift.policy import Policy, ScaleState, Static, numbers
+from gradlift.torch.checkpoint import Loaded
 from gradlift.torch.step.readback import Counts
 from gradlift.torch.step.update import CONSECUTIVE, COUNTS, SKIPPED, UPDATES, update_
 
@@ -181,23 +182,15 @@ class DeviceScale:
 
     # Checkpoints.
 
-    def load(
-        self,
-        policy: Policy,
-        scale: float,
-        growth_tracker: int,
-        hysteresis_tracker: int,
-        skipped_steps: int,
-        steps: int | None,
-    ) -> None:
-        """Go on from these numbers."""
-        self.policy = policy
-        self.init_scale, self.init_growth_tracker = scale, growth_tracker
-        self.init_skipped_steps, self.init_steps = skipped_steps, steps
+    def load(self, loaded: Loaded) -> None:
+        """Go on from a saved state."""
+        self.policy = loaded.policy
+        self.init_scale, self.init_growth_tracker = loaded.scale, loaded.growth_tracker
+        self.init_skipped_steps, self.init_steps = loaded.skipped_steps, loaded.steps
         if self.scale is not None and self.growth_tracker is not None:
-            self.scale.fill_(scale)
-            self.growth_tracker.fill_(growth_tracker)
-        self.refill(hysteresis_tracker)
+            self.scale.fill_(loaded.scale)
+            self.growth_tracker.fill_(loaded.growth_tracker)
+        self.refill(loaded.hysteresis_tracker)
 
     def refill(self, hysteresis_tracker: int) -> None:
         """The counters from the start."""

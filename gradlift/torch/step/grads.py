@@ -101,6 +101,13 @@ def local(grad: Tensor) -> Tensor:
     return grad if to_local is None else to_local()
 
 
+@torch.no_grad()
+def version(grad: Tensor) -> int:
+    """Grows with every write: of both, since a wrapper may write to the part that lies on this
+    rank, and a user to the whole."""
+    return grad._version + local(grad)._version
+
+
 def _coalesced(grad: Tensor) -> Tensor:
     if grad.dtype is torch.float16 and grad.device.type == "cpu":
         return grad.float().coalesce().to(torch.float16)

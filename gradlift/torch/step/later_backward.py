@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.step.check import GradCheck
-from gradlift.torch.step.grads import local, parameters
+from gradlift.torch.step.grads import parameters, version
 from gradlift.torch.step.optimizer_step import OptimizerStep
 from gradlift.troubleshooting import see
 
@@ -53,7 +53,7 @@ class Watch:
         for param in parameters(optimizer):
             if param.grad is not None:
                 setattr(param.grad, _MARK, True)
-                self._versions[id(param)] = _version(param.grad)
+                self._versions[id(param)] = version(param.grad)
             if _is_accumulated_into(param):
                 handles.append(param.register_hook(_noting(self, param)))
                 self._hooked.add(id(param))
@@ -84,7 +84,7 @@ class Watch:
         assert param.grad is not None
         if not getattr(param.grad, _MARK, False):
             return True
-        return id(param) not in self._hooked and self._versions[id(param)] != _version(param.grad)
+        return id(param) not in self._hooked and self._versions[id(param)] != version(param.grad)
 
 
 def loss_was_scaled(check: GradCheck) -> None:
@@ -127,12 +127,6 @@ def _is_accumulated_into(param: Tensor) -> bool:
     """Whether backward adds to its gradient itself: shards of FSDP get theirs from a wrapper."""
     plain = type(param) in (Tensor, torch.nn.Parameter)
     return plain and param.requires_grad and not getattr(param, "_fsdp_flattened", False)
-
-
-@torch.no_grad()
-def _version(grad: Tensor) -> int:
-    # Of both: a wrapper may write to the part that lies on this rank, a user to the whole.
-    return grad._version + local(grad)._version
 
 
 def _remove(handles: list[Any]) -> None:

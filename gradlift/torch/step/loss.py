@@ -106,11 +106,8 @@ class LossFlags:
         self.outside = self.differentiated = False
         self.total = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a pickle is made between two steps
 
 
 def _outside(value: Tensor) -> Tensor:

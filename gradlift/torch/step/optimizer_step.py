@@ -47,7 +47,7 @@ class OptimizerStep:
     dropped: tuple[Tensor, Tensor] | None = None
     """How many of these had an inf or a NaN, and how many a bad loss; 0-d float32."""
     refusal: str | None = None
-    """An error that waits until the other ranks have heard of it."""
+    """An error that waits until the other ranks know of it."""
 
     def begin_anew(self, found_inf: Tensor) -> None:
         """As before ``unscale_``; an overflow in what is dropped still counts in ``update``."""
@@ -115,11 +115,8 @@ class OptimizerSteps:
         """As if nothing had been tried."""
         self.entries.pop(id(optimizer), None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.reset()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a pickle is made between two steps
 
 
 def fresh_entry() -> dict[str, Any]:

@@ -37,8 +37,5 @@ class Outcome:
             return known
         return None if found is None else found > 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a pickle is made between two steps

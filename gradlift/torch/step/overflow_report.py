@@ -111,7 +111,7 @@ class _CountedGrads:
         """Where ``grads`` lie, int64 on the device; None if they cannot be read by address."""
         addresses = [grad.data_ptr() for grad in grads]
         if addresses != self._known:
-            if not _all_dense(grads):
+            if not all(map(Tensor.is_contiguous, grads)) and not all(map(is_dense, grads)):
                 return None
             self._known = addresses
         if capturing(self.device) and not self._addresses.can_capture:
@@ -303,10 +303,6 @@ class OverflowReport:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._forget()
-
-
-def _all_dense(grads: list[Tensor]) -> bool:
-    return all(map(Tensor.is_contiguous, grads)) or all(map(is_dense, grads))
 
 
 def _decode(inf: int, nan: int) -> tuple[int, int, int]:

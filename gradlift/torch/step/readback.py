@@ -25,7 +25,7 @@ class InFlight:
 
     def __init__(self, source: Tensor) -> None:
         """Queue the copy of ``source`` (any dtype and shape) behind the current stream's work."""
-        self._event = None
+        self._event: torch.cuda.Event | None = None
         if source.device.type == "cpu":
             self._host = source.detach().clone()
         elif source.device.type == "cuda":
@@ -84,16 +84,11 @@ class HostRows:
         return HostRow(self._rows[slot], self._events[slot])
 
 
-class HostRow:
-    """One of ``HostRows``; valid until ``SLOTS`` more have been sent."""
+class HostRow(InFlight):
+    """One of ``HostRows``, float32 [4]; valid until ``SLOTS`` more have been sent."""
 
     def __init__(self, row: Tensor, event: torch.cuda.Event) -> None:
-        self._row, self._event = row, event
-
-    def wait(self) -> Tensor:
-        """The row, float32 [4] on the CPU."""
-        self._event.synchronize()
-        return self._row
+        self._host, self._event = row, event
 
 
 def capturing(device: torch.device) -> bool:

@@ -27,7 +27,7 @@ from gradlift.formats import get
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.key import Key
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
-from gradlift.report.writers import Writer, writer_for
+from gradlift.report.writers import ForEach, Writer, writer_for
 from gradlift.torch.ranks import groups
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.outcome import Outcome
@@ -166,18 +166,13 @@ class Recorder:
 
     def _take(self, noted: list[_Noted], rows: InFlight) -> None:
         values = rows.wait().tolist()[: len(noted)]
-        named = self._name_last_overflow() if any(row[_FOUND] for row in values) else (0, None)
+        last, report = 0, ()
+        if any(row[_FOUND] for row in values):
+            # Waits for the device, but only when a batch brings an overflow.
+            last, report = self._overflows.latest()
         for known, (*row, update) in zip(noted, values, strict=True):
-            where = named[1] if update == named[0] else known.where
+            where = report[0][0] if report and update == last else known.where
             self._held.append(_record(known._replace(where=where), *row))
-
-    def _name_last_overflow(self) -> tuple[int, str | None]:
-        """The update of the last overflow that a device counted, and the first gradient in it.
-
-        Waits for the device, but only when a batch brings an overflow.
-        """
-        update, report = self._overflows.latest()
-        return update, report[0][0] if report else None
 
     def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
         """A probe has come back, of the step ``age`` steps before the one that ended last."""
@@ -237,9 +232,7 @@ def open_recorder(
 
     Args:
         target: a path or a writer.
-        every: record each n-th step.
-        overflows: the scaler's.
-        delay: records wait this many steps for what is learned of them late.
+        every, overflows, delay: as for ``Recorder``.
         device_type: of the scaler.
         about: what a file says of the run.
         first_step: number of the step under way; None for the one after the last on file.
@@ -263,18 +256,8 @@ def _for_this_rank(target: Any) -> Any:
         path = os.fspath(target)
         if "{rank}" in path:
             return path.replace("{rank}", str(rank))
-        return path if rank == 0 else _Nowhere()
+        return path if rank == 0 else ForEach(lambda record: None)
     return target
-
-
-class _Nowhere:
-    """The writer of a rank that has none."""
-
-    def write(self, records: object) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 def _record(

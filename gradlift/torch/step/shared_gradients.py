@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradlift.torch.step.grads import local, parameters
+from gradlift.torch.step.grads import local, parameters, version
 
 # On a gradient: its version when it was made true, and the flag that would have prevented it.
 _MARK = "_gradlift_made_true"
@@ -75,20 +75,14 @@ class SharedGradients:
         """Remember the shared gradients of an optimizer as they are, in ``made``."""
         _mark(self.of(optimizer), self.made[id(optimizer)])
 
-    def __getstate__(self) -> dict[str, object]:
-        return {}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__()
-
 
 @torch.no_grad()
 def scale_again_(shared: list[Tensor], scale: Tensor) -> None:
     """Multiply by the scale (0-d float32) those gradients of parameters that another optimizer has
     divided by it."""
     for param in shared:
-        version, unless = getattr(param.grad, _MARK, (None, None))
-        if param.grad is not None and version == _version(param.grad):
+        marked, unless = getattr(param.grad, _MARK, (None, None))
+        if param.grad is not None and marked == version(param.grad):
             by = scale if unless is None else torch.where(unless > 0, 1.0, scale)
             grad = local(param.grad)
             grad.mul_(by.to(grad.device))
@@ -97,10 +91,4 @@ def scale_again_(shared: list[Tensor], scale: Tensor) -> None:
 def _mark(params: list[Tensor], unless: Tensor | None) -> None:
     for param in params:
         if param.grad is not None:
-            setattr(param.grad, _MARK, (_version(param.grad), unless))
-
-
-@torch.no_grad()
-def _version(grad: Tensor) -> int:
-    # Of both: the part that lies on this rank may be written to, and the whole.
-    return grad._version + local(grad)._version
+            setattr(param.grad, _MARK, (version(param.grad), unless))

@@ -47,7 +47,7 @@ def update_(
     elif device.type == "cpu":
         return _update_in_python_(policy, state, counts, found_inf, bad_loss)
     elif device.type in ("cuda", "xpu") and has_triton():
-        _launch(device)(*state, counts, found_inf, bad_loss, _numbers(policy, device))
+        _launch(device)(*state, counts, found_inf, bad_loss, _on_device(numbers(policy), device))
     else:
         _update_with_where_(policy, state, counts, found_inf, bad_loss)
     return None
@@ -99,13 +99,9 @@ def _update_with_where_(
     counts.copy_(tally)
 
 
-def _numbers(policy: Policy, device: torch.device) -> Tensor:
-    """The rule's numbers, float64 [8] on ``device``; a Triton scalar would be float32."""
-    return _on_device(tuple(map(float, numbers(policy))), device)
-
-
 @functools.cache  # kept for good: a captured CUDA graph may read it
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """The rule's numbers, float64 [8] on ``device``; a Triton scalar would be float32."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 

@@ -1,8 +1,8 @@
 """The state of an optimizer with masters: each master lies with the rest of its parameter's state.
 
 ``torch.distributed.checkpoint`` keeps of an optimizer what is in ``"state"`` under a parameter,
-and nothing beside it; so that is where masters are. States of old have them beside, under
-``"masters"``. What is loaded is checked whole against the optimizer before anything is written.
+and nothing beside it; so that is where masters are. What is loaded is checked whole against the
+optimizer before anything is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from gradlift.torch.step.grads import local
 
 KEY = "master"
 """A master's name in the state of its parameter."""
-OLD_KEY = "masters"
 
 _FLOAT32 = torch.finfo(torch.float32).max
 
@@ -52,7 +51,7 @@ def read(state_dict: Any, optimizer: Optimizer, lows: dict[Tensor, Tensor]) -> L
     """Check ``state_dict`` against the optimizer inside and take the masters out of it.
 
     Args:
-        state_dict: as ``write`` made it, of old, or of a plain optimizer.
+        state_dict: as ``write`` made it, or of a plain optimizer.
         optimizer: the one inside, whose parameters are masters where there are any.
         lows: the half-precision parameter of each master.
     """
@@ -87,9 +86,7 @@ class _Reading:
                 masters[place] = entries.pop(KEY)
             if entries:
                 state[key] = entries
-        masters.update(self._read_old(value.get(OLD_KEY, {})))
-        rest = {k: v for k, v in value.items() if k != OLD_KEY}
-        return Loaded({**rest, "state": state}, masters)
+        return Loaded({**value, "state": state}, masters)
 
     def _read_groups(self, groups: Any) -> list[Any]:
         if not isinstance(groups, (list, tuple)) or len(groups) != len(self._groups):
@@ -135,18 +132,6 @@ class _Reading:
         if missing and set(entries) - {KEY}:
             raise Mismatch(f"a dict with {needed}", schema.Odd(f"one without {missing}"), *path)
         return dict(entries)
-
-    def _read_old(self, masters: Any) -> dict[int, Tensor]:
-        if not isinstance(masters, dict):
-            raise Mismatch("a dict", masters, OLD_KEY)
-        for place, master in masters.items():
-            path = (OLD_KEY, place)
-            if isinstance(place, bool) or not isinstance(place, int):
-                raise Mismatch("a parameter's number", place, OLD_KEY)
-            if not 0 <= place < len(self._params):
-                raise Mismatch(f"one of {len(self._params)} parameters", place, OLD_KEY)
-            self._check_master(master, place, path)
-        return masters
 
     def _check_master(self, master: Any, place: int, path: tuple) -> None:
         own = self._params[place]

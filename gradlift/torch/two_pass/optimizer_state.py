@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -61,9 +60,9 @@ class DeviceState:
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
-    def has(self, params: Iterable[Tensor]) -> bool:
-        """Whether all of ``params`` have their state."""
-        return all(param in self._slots for param in params)
+    def has(self, param: Tensor) -> bool:
+        """Whether ``param`` has its state."""
+        return param in self._slots
 
     def _remember(self) -> None:
         self._inner = [*self.optimizer.state.values()]
@@ -176,21 +175,30 @@ class DeviceState:
 
     def hand_over(self) -> None:
         """Leave the state as torch's own ``step()`` expects it."""
-        optimizer = self.optimizer
-        counts = self._counts()
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                count = counts.get(param)
-                state = optimizer.state.get(param)
-                if count is None or not state:
-                    continue
-                if "step" in state:
-                    if _keeps_step_on_cpu(group):
-                        state["step"] = _cpu_step(count)
-                elif count == 0:
-                    del optimizer.state[param]
+        state = self.optimizer.state
+        for _, param, step in self._differences():
+            if step is None:
+                del state[param]
+            else:
+                state[param]["step"] = step
         self._slots.clear()
         self._inner = []
+
+    def _differences(self) -> list[tuple[int, Tensor, Tensor | None]]:
+        """Where torch's own ``step()`` would have left something else: the place of a parameter,
+        it, and its step on the CPU; None where no state would have been made."""
+        counts, found = self._counts(), []
+        groups = self.optimizer.param_groups
+        params = [(group, param) for group in groups for param in group["params"]]
+        for place, (group, param) in enumerate(params):
+            count, state = counts.get(param), self.optimizer.state.get(param)
+            if count is None or not state:
+                continue
+            if "step" not in state:
+                found += [(place, param, None)] if count == 0 else []
+            elif not (group.get("capturable") or group.get("fused")):
+                found.append((place, param, _cpu_step(count)))
+        return found
 
     def _counts(self) -> dict[Tensor, float]:
         """Read the steps taken back to the host, in one copy."""
@@ -213,18 +221,12 @@ class DeviceState:
 
     def _torch_view(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """State-dict hook: show the state as torch's own ``step()`` would have left it."""
-        counts = self._counts()
-        params = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-        for index, (group, param) in enumerate(params):
-            count, state = counts.get(param), saved["state"].get(index)
-            if count is None or not state:
-                continue
-            # The inner dicts are the optimizer's own, so they are replaced and not written.
-            if "step" in state:
-                if _keeps_step_on_cpu(group):
-                    saved["state"][index] = {**state, "step": _cpu_step(count)}
-            elif count == 0:
-                del saved["state"][index]
+        for place, _, step in self._differences():
+            if step is None:
+                saved["state"].pop(place, None)
+            elif place in saved["state"]:
+                # The inner dicts are the optimizer's own, so they are replaced and not written.
+                saved["state"][place] = {**saved["state"][place], "step": step}
 
     def _hook(self) -> None:
         self._hooked = True
@@ -289,10 +291,6 @@ def _names(rule: Rule) -> tuple[str, ...]:
 
 def same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
-
-
-def _keeps_step_on_cpu(group: dict[str, Any]) -> bool:
-    return not (group.get("capturable") or group.get("fused"))
 
 
 def _cpu_step(count: float) -> Tensor:

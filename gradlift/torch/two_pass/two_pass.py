@@ -233,18 +233,6 @@ class TwoPassStep:
         assert self._grads is not None, _UNREADY
         return self._grads
 
-    def _take(self, params: list[Tensor]) -> None:
-        device = params[0].device
-        if self._hypers is None or self._hypers.device != device:
-            self._hypers = DeviceList(torch.float64, device)
-        self._params = params
-        if device.type == "cuda":
-            from gradlift.torch.kernels import check_pass
-
-            self._backend = check_pass
-        else:
-            self._backend = cpu_passes
-
     def _refresh(self, params: list[Tensor], grads: list[Tensor | None]) -> str | None:
         groups = self.optimizer.param_groups
         rules = [_rule(self.optimizer, group, self._stochastic) for group in groups]
@@ -256,10 +244,20 @@ class TwoPassStep:
             table = grad_table(grads, self._grads)
             if table is self._grads:
                 return None
-        reason = _refuse_params(params, self._lows) or _refuse_grads(grads)
+        reason = _refuse_params(params, self._lows)
         if reason is not None:
             return reason
-        self._take(params)
+        for grad in grads:
+            if grad is not None and grad.dtype not in DTYPES:
+                return f"a gradient is {grad.dtype}"
+        device = params[0].device
+        if self._hypers is None or self._hypers.device != device:
+            self._hypers = DeviceList(torch.float64, device)
+        self._params, self._backend = params, cpu_passes
+        if device.type == "cuda":
+            from gradlift.torch.kernels import check_pass
+
+            self._backend = check_pass
         table = grad_table(grads, self._grads)
         sizes = [len(group["params"]) for group in groups]
         owner = [index for index, size in enumerate(sizes) for _ in range(size)]
@@ -269,7 +267,7 @@ class TwoPassStep:
         slots = [self._state.slot(p, self._lows.get(p)) for p in params]
         self._table = UpdateTable(slots, [rules[index] for index in owner], owner, table)
         self._grads, self._rules = table, rules
-        self._stateless = {row for row, p in enumerate(params) if not self._state.has([p])}
+        self._stateless = {row for row, p in enumerate(params) if not self._state.has(p)}
         return None
 
     def _held_hypers(self) -> Tensor:
@@ -323,13 +321,6 @@ def _refuse_optimizer(optimizer: Optimizer, outer: Optimizer) -> str | None:
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.requires_grad:
             return "lr requires a gradient"
-    return None
-
-
-def _refuse_grads(grads: list[Tensor | None]) -> str | None:
-    for grad in grads:
-        if grad is not None and grad.dtype not in DTYPES:
-            return f"a gradient is {grad.dtype}"
     return None
 
 
