@@ -8,8 +8,8 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      out of sight below: raise towards high, ask for another probe
                      out of sight above: lower, ask for another probe
                      nothing but zeros: any exponent, so that of the neighbours
-    all of them:     where one exponent would serve with a bit less of headroom, it does; where
-                     there is only one, small gradients get all but a bit of the headroom
+    all of them:     where one exponent would serve with all but a bit of the headroom, it does;
+                     where there is only one, small gradients get as much
     next to others:  nothing is asked for that the other side of a cut cannot give, and room is
                      kept for what a dark path may bring, see ``neighbours``
     exponents:       the last ones, while they lie in their intervals and little would be gained;
@@ -37,12 +37,6 @@ from gradlift.plan.paper_planner import PaperExponents, carry, lower
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
 from gradlift.plan.potential import MAX_EXPONENT
 from gradlift.zhao2019 import CutStatistics, Zhao2019
-
-# Bits of headroom, as long as one is left, that are worth less than a cut: it costs a
-# multiplication in every step, and between probes the exponent follows the gradients anyway. With
-# two of them a quantised network skipped a step that it need not have skipped. Where there can be
-# no cut, all but one go to gradients that are too small otherwise: torch's scale has no headroom.
-SPARED = 1
 
 
 def choose(
@@ -98,7 +92,9 @@ def choose(
         found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
     if rule is None:
         settled = last is not None and not last.probe_again
-        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
+        # With two bits a network quantised to 8 skipped a step that it need not have skipped.
+        worth = 1 if format.saturates else headroom
+        found, exponents, cuts = _by_range(graph, found, before, headroom, worth, settled)
     else:
         carried = _carried(graph, found, before, rule, passages, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, carried)
@@ -232,27 +228,28 @@ def _let_down(bounds: Bounds, before: PlannedComponent | None, last: Plan) -> Bo
     return replace(bounds, interval=replace(bounds.interval, high=min(bounds.interval.high, cap)))
 
 
-def _spared(graph: Graph, found: list[Bounds], most: int) -> list[Bounds]:
-    """With upper ends raised where headroom is worth less than what it costs: see ``SPARED``.
+def _spared(graph: Graph, found: list[Bounds], most: int, worth: int) -> list[Bounds]:
+    """With upper ends raised where headroom is worth less than a cut.
+
+    A cut costs a multiplication in every step, and between probes the exponent follows the
+    gradients anyway. Where there can be no cut, small gradients get what there is: torch's scale
+    has no headroom at all.
 
     Args:
         graph: components and cuts.
         found: the bounds of each.
         most: bits of headroom that can be had.
+        worth: bits of headroom that are worth less than a cut.
     """
     usable = [bounds.usable for bounds in found]
     needed = max(interval.low for interval in usable)
     lowest = min(interval.high for interval in usable)
     held = set(graph.pinned.values()) == {0}
     burnt = any(b.out_of_sight is OutOfSight.NOT_FINITE and b.interval.high < needed for b in found)
-    if not held or burnt or needed <= lowest:
+    one_alone = len(graph.pinned) == len(found)
+    if not held or burnt or needed <= lowest or (needed > lowest + worth and not one_alone):
         return found
-    if len(graph.pinned) == len(found):
-        # There is no other exponent for what is too small for this one.
-        return [bounds.raised(min(needed, lowest + most)) for bounds in found]
-    if needed - lowest > min(SPARED, most):
-        return found
-    return [bounds.raised(needed) for bounds in found]
+    return [bounds.raised(min(needed, lowest + most)) for bounds in found]
 
 
 Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
@@ -263,10 +260,12 @@ def _by_range(
     found: list[Bounds],
     before: Sequence[PlannedComponent | None],
     headroom: int,
+    worth: int,
     settled: bool,
 ) -> Chosen:
     """Every component in its interval, with the fewest active cuts."""
-    found = _spared(graph, found, max(headroom - 1, 0))
+    most = max(headroom - 1, 0)
+    found = _spared(graph, found, most, min(worth, most))
     usable = [bounds.usable for bounds in found]
     last = [planned and planned.exponent for planned in before]
     choice = Choice(graph, usable, last, headroom)
