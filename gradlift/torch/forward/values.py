@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are numbers to look at."""
+    # Under a fake mode the operations on a true tensor give none either.
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or active_fake_mode():
+        return False
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.is_nested or local.layout in (torch.strided, torch.sparse_coo)
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
     """This rank's part of a tensor, the values of a sparse or nested one, detached; None where
     there are no numbers to look at."""
-    tensor = tensor.detach()
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+    if not has_values(tensor):
         return None
+    tensor = tensor.detach()
     tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.is_nested:
         return tensor.values()
-    if tensor.layout == torch.sparse_coo:
-        return tensor._values()
-    return tensor if tensor.layout == torch.strided else None
+    return tensor._values() if tensor.layout == torch.sparse_coo else tensor

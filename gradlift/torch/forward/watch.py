@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
-from gradlift.torch.forward.values import values_of
+from gradlift.torch.forward.values import has_values, values_of
 from gradlift.torch.names import Names
 
 # More operations than a step has; what goes on for longer is none.
@@ -295,8 +295,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _is_float(tensor: Tensor) -> bool:
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return is_float and values_of(tensor) is not None
+    return (tensor.is_floating_point() or tensor.is_complex()) and has_values(tensor)
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
