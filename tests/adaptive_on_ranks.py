@@ -284,16 +284,18 @@ def adaptive_run(
     if load is not None:
         scaler.load_state_dict(as_saved(load))
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
-    dice, states, active = random.Random(rank), [], []
+    dice, states, active, twice = random.Random(rank), [], [], ()
     for step in range(steps):
         optimizer.zero_grad()
         if slow and step % world == rank:
             busy(60)
         without = [n for n in range(9) if dice.random() < 0.2] if drop else ()
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        if odd and step == 30:
+            # Between probes only modules with an active cut are looked at.
+            twice = (int(scaler.plan.active[0].name.removeprefix("layers.")),)
         with torch.autocast("cpu", torch.float16):
-            # Between probes only modules with an active cut are looked at, and that has one.
-            out = outer(x, without, (6,) if odd and step >= 30 and rank == world - 1 else ())
+            out = outer(x, without, twice if rank == world - 1 else ())
         loss = out.float().pow(2).sum() * 2.0 ** (0 if odd else 4 * rank)
         scaler.scale(loss * float("inf") if (step, rank, "loss") in bad else loss).backward()
         if (step, rank, "grad") in bad:
@@ -304,7 +306,13 @@ def adaptive_run(
         active.append((scaler.neutral, len(engine_of(scaler).active)))
     weights = [p.detach().clone() for p in model.parameters()] if not shard else []
     scaler.close()
-    return {"states": states, "active": active, "weights": weights, "skipped": scaler.skipped_steps}
+    return {
+        "states": states,
+        "active": active,
+        "weights": weights,
+        "skipped": scaler.skipped_steps,
+        "twice": [f"layers.{number}@2" for number in twice],
+    }
 
 
 BAD = {(5, 0, "grad"), (9, 1, "grad"), (12, 1, "loss"), (13, 0, "grad")}

@@ -22,14 +22,14 @@ pytestmark = [
 ]
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(5))
-# Gradients over 16 octaves, which then grow by 2^30 on their way: more than float16 holds.
+# Gradients over 16 octaves, which then grow by 2^31 on their way: more than float16 holds.
 R = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)) * torch.exp2(
     -16 * torch.rand(16, 8, generator=torch.Generator().manual_seed(2))
 )
 
 
 class Growing(nn.Module):
-    """Each of three layers makes the gradient 2^10 times as large."""
+    """Each of three layers makes the gradient 2^10 times as large, the second 2^11 times."""
 
     def __init__(self, breaks=False):
         super().__init__()
@@ -38,12 +38,13 @@ class Growing(nn.Module):
         self.b, self.c, self.d = (nn.Linear(8, 8, bias=False) for _ in range(3))
         self.breaks = breaks
         with torch.no_grad():
-            self.a.bias.mul_(2.0**-14)
+            self.a.bias.mul_(2.0**-15)
             for layer in (self.b, self.c, self.d):
                 layer.weight.mul_(2.0**10)
+            self.c.weight.mul_(2.0)
 
     def forward(self, x):
-        x = self.b(self.a(x * 2.0**-14))
+        x = self.b(self.a(x * 2.0**-15))
         if self.breaks:
             torch._dynamo.graph_break()
         return self.d(self.c(x))
