@@ -1,10 +1,11 @@
 """Draws docs/adaptive.svg: the gradients of a deep tanh net in fp16, at one scale and by plan.
 
-    PYTHONPATH=. python3 docs/draw_adaptive.py docs/adaptive.svg
+    PYTHONPATH=.:tests python3 docs/draw_adaptive.py docs/adaptive.svg
 
 Left: every gradient multiplied by the best single scale there is, the one that flushes the fewest
 elements and overflows nowhere. Right: the exponents that AdaptiveGradScaler has settled on after
-24 steps. The network is that of tests/test_torch_keeps.py.
+24 steps; what is flushed there is told by magnitude, as it plans. The network is that of
+tests/test_torch_keeps.py.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from gradlift.torch import AdaptiveGradScaler
 from tests.test_torch_keeps import (
     DEPTH,
     lost_at,
+    magnitudes_lost,
     output_gradients,
-    shares_lost,
     take_steps,
     tanh_net,
 )
@@ -88,7 +89,7 @@ def main(target: str) -> None:
     draw(left, title, gradients, [best] * DEPTH)
     assert scaler.plan is not None
     planned, cuts = exponents_of(scaler, layers), len(scaler.plan.active)
-    worst = max(shares_lost(model, scaler).values())
+    worst = max(magnitudes_lost(model, scaler).values())
     title = f"by plan, {cuts} active cuts: {worst:.2%} flushed in the worst layer"
     draw(right, title, gradients, planned)
     label(left)

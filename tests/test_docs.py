@@ -202,6 +202,13 @@ def test_the_version_of_python_is_the_package_s():
     assert f"Python {wanted} or newer" in PAGES["README.md"]
 
 
+@pytest.mark.parametrize("name", ["draw_adaptive", "draw_eight_bit"])
+def test_what_draws_a_picture_finds_all_that_it_imports(name):
+    pytest.importorskip("matplotlib")
+    found = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    found.loader.exec_module(importlib.util.module_from_spec(found))
+
+
 def test_every_picture_is_made_by_the_script_and_shown():
     script = (DOCS / "pictures.py").read_text()
     made = set(re.search(r"for made in \((.*?)\)", script)[1].split(", "))
