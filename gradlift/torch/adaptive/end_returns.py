@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, methodcaller
 
@@ -54,7 +54,7 @@ _later_hooks = attrgetter("_post_accumulate_grad_hooks")
 _kind = attrgetter("device", "dtype", "layout")
 _storage = methodcaller("untyped_storage")
 _address = attrgetter("_cdata")
-_uses = torch._C._storage_Use_Count
+_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 MIXED = (
     "another backward pass added to gradients while one with active cuts was under way; they were "
@@ -280,4 +280,4 @@ def multiply(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], shif
 def are_exclusive(grads: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but their leaves holds the gradients' memory: gradients may alias."""
     # Held by the gradient itself, and by the object that asks.
-    return set(map(_uses, map(_address, map(_storage, grads)))) == {2}
+    return _uses is not None and set(map(_uses, map(_address, map(_storage, grads)))) == {2}

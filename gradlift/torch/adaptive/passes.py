@@ -17,21 +17,30 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import graph as autograd_graph
 
-_ENTRY_CODE = _engine_run_backward.__code__
+_ENTRY = getattr(autograd_graph, "_engine_run_backward", None)
+_ENTRY_CODE = getattr(_ENTRY, "__code__", None)
+
+_pass_number: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
 
 NO_PASS = -1
 
 
+def available() -> bool:
+    """Whether this torch lets us see its backward passes."""
+    return _pass_number is not None and _ENTRY_CODE is not None
+
+
 def current_pass() -> int:
     """The number of the backward pass this thread works for, ``NO_PASS`` outside one."""
-    return torch._C._current_graph_task_id()
+    return NO_PASS if _pass_number is None else _pass_number()
 
 
 def in_transform() -> bool:
     """Whether a function transform of torch.func is at work."""
-    return torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and active()
 
 
 def at_end(do: Callable[[], None]) -> None:

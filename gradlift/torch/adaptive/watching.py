@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from gradlift.torch.adaptive import passes
 from gradlift.torch.adaptive.exponents import Pins
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.adaptive.outputs import ForwardHook, Outputs, tensors_in
@@ -94,20 +95,16 @@ class ModelWatch:
     @property
     def can_watch(self) -> bool:
         """Whether outputs can be looked at when something is due; what cannot is said once."""
-        if self.hook is None and self._out_of_reach:
-            self._reasons.say(
-                "the model is called from compiled code that cannot be run uncompiled for a probe"
-            )
-        return self.hook is not None or not self._out_of_reach
+        return self.hook is not None or self._can_watch()
 
     def refresh(self) -> None:
         """Pins, plan or probe are others than before."""
         plan, probing = self._plan, self.probing
         due = bool(self._pins.offsets) or probing
         due = due or (plan.moves and (not self.only_active or bool(plan.active_modules)))
-        if due and self.compiled is None and self.can_watch and is_compiled(self._model):
+        if due and self.compiled is None and self._can_watch() and is_compiled(self._model):
             self._meet_compiled()
-        if due and self.hook is None and self.can_watch:
+        if due and self.hook is None and self._can_watch():
             self.renewed_names()
             self.hook = ForwardHook(self) if self.compiled is None else self.compiled.probe.watch()
         elif not due:
@@ -128,6 +125,17 @@ class ModelWatch:
             return None
         active = self._plan.active_modules
         return frozenset(own for own, name in self.names.of_module.items() if name in active)
+
+    def _can_watch(self) -> bool:
+        if not passes.available():
+            self._reasons.say("this version of torch does not show its backward passes to Python")
+        elif self._out_of_reach:
+            self._reasons.say(
+                "the model is called from compiled code that cannot be run uncompiled for a probe"
+            )
+        else:
+            return True
+        return False
 
     def _remove_hook(self) -> None:
         if self.hook is not None:
