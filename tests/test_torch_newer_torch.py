@@ -9,6 +9,8 @@ import torch
 del torch._C._current_graph_task_id, torch._C._storage_Use_Count
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 model = torch.nn.Linear(8, 1)
+torch.nn.init.constant_(model.weight, 0.01)  # a drawn one may overflow at 65536
+torch.nn.init.zeros_(model.bias)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for scaler in (GradScaler("cpu"), AdaptiveGradScaler(model, "cpu")):
     with torch.autocast("cpu", torch.float16):
