@@ -62,6 +62,12 @@ def _default_device(request):
         default_device.end()
 
 
+@pytest.fixture(autouse=True)
+def _seed():
+    """Torch draws another seed in every process: a test would be another one in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(tryfirst=True)  # before the marks are chosen by
 def pytest_collection_modifyitems(items):
     for item in items:
