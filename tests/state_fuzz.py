@@ -513,7 +513,7 @@ def valid_histogram(histogram: Any, of_one_tensor: bool = False) -> bool:
     return in_order and all(is_exponent(at) and count >= 1 for at, count in counts)
 
 
-def valid_passage(passage: Any) -> bool:
+def valid_cut_statistics(statistics: Any) -> bool:
     def moments(value: Any) -> bool:
         return is_dict(
             value,
@@ -524,7 +524,7 @@ def valid_passage(passage: Any) -> bool:
         )
 
     return is_dict(
-        passage, name=is_text, downstream=is_whole, upstream=is_whole, format=is_format,
+        statistics, name=is_text, downstream=is_whole, upstream=is_whole, format=is_format,
         gradient=maybe(moments), weight=maybe(moments), terms=is_whole, classifies=is_flag,
     )  # fmt: skip
 
@@ -532,20 +532,20 @@ def valid_passage(passage: Any) -> bool:
 def valid_survey(survey: Any) -> bool:
     if not isinstance(survey, dict):
         return False
-    survey = {"passages": [], **survey}
+    survey = {"cut_statistics": [], **survey}
     if not is_dict(
         survey,
         graph=valid_graph,
         histograms=lambda v: is_list(v, maybe(valid_histogram)),
         owners=lambda v: is_map(v, is_whole),
-        passages=lambda v: is_list(v, valid_passage),
+        cut_statistics=lambda v: is_list(v, valid_cut_statistics),
     ):
         return False
     count = len(survey["graph"]["components"])
     return (
         len(survey["histograms"]) == count
         and all(i < count for i in survey["owners"].values())
-        and all(p["downstream"] < count and p["upstream"] < count for p in survey["passages"])
+        and all(p["downstream"] < count and p["upstream"] < count for p in survey["cut_statistics"])
     )
 
 

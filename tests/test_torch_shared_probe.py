@@ -248,21 +248,23 @@ def test_statistics_of_ranks_whose_graphs_differ_are_those_of_all_data():
     model, xs = Chain(), torch.randn(2, 8, 4).unbind()
     parts, _ = layer_parts(model, xs)
     ((_, dropped), _) = layer_parts(model, xs, without=(2,))
-    found = {p.name: p for p in merged([parts[0], dropped], LayerProbe()).survey(10).passages}
+    found = {p.name: p for p in merged([parts[0], dropped], LayerProbe()).survey(10).cut_statistics}
     assert found.keys() == {"layers.0", "layers.1", "layers.2", "layers.3"}
     # Of what one rank alone has, its own; of what both have, the mean over both.
     (alone,) = (
-        p for p in layer_parts(model, xs[:1])[1][0].survey(10).passages if p.name == "layers.2"
+        p
+        for p in layer_parts(model, xs[:1])[1][0].survey(10).cut_statistics
+        if p.name == "layers.2"
     )
     assert found["layers.2"].gradient == alone.gradient
     each = [merged([part], LayerProbe()).survey(10) for part in (parts[0], dropped)]
-    last = [next(p for p in one.passages if p.name == "layers.3").gradient for one in each]
+    last = [next(p for p in one.cut_statistics if p.name == "layers.3").gradient for one in each]
     both = found["layers.3"].gradient
     assert both.square == pytest.approx((last[0].square + last[1].square) / 2, rel=1e-6)
     assert both.largest == max(one.largest for one in last)
-    for name, passage in found.items():
-        assert passage.terms == 4
-        assert passage.weight.largest == model.get_submodule(name).weight.abs().max().item()
+    for name, statistics in found.items():
+        assert statistics.terms == 4
+        assert statistics.weight.largest == model.get_submodule(name).weight.abs().max().item()
 
 
 def test_a_cut_that_ran_at_several_exponents_is_one_passage():
@@ -273,17 +275,17 @@ def test_a_cut_that_ran_at_several_exponents_is_one_passage():
     offsets = {"": 0, **{f"layers.{n}": 6 - 2 * n for n in range(4)}}
     (moved,), _ = layer_parts(model, [x], offsets=offsets)
     assert moved.layout != plain.layout
-    expected = {p.name: p for p in probe.survey(10).passages}
-    found = merged([plain, moved], LayerProbe()).survey(10).passages
+    expected = {p.name: p for p in probe.survey(10).cut_statistics}
+    found = merged([plain, moved], LayerProbe()).survey(10).cut_statistics
     assert [p.name for p in found] == list(expected)
-    for passage in found:
-        one = expected[passage.name]
-        assert (passage.gradient.square, passage.gradient.largest) == (
+    for statistics in found:
+        one = expected[statistics.name]
+        assert (statistics.gradient.square, statistics.gradient.largest) == (
             one.gradient.square,
             one.gradient.largest,
         )
-        assert passage.gradient.log_mean == pytest.approx(one.gradient.log_mean, rel=1e-5)
-        assert passage.gradient.log_std == pytest.approx(one.gradient.log_std, rel=1e-4)
+        assert statistics.gradient.log_mean == pytest.approx(one.gradient.log_mean, rel=1e-5)
+        assert statistics.gradient.log_std == pytest.approx(one.gradient.log_std, rel=1e-4)
 
 
 @pytest.mark.parametrize("exponent", [-40, -1, 0, 3, 60])
@@ -298,6 +300,6 @@ def test_a_loss_that_classifies_on_one_rank_does_so_for_all():
     (part,), _ = layer_parts(Chain(), [torch.randn(8, 4)])
     other = part._replace(layout=replace(part.layout, classifies=True))
     assert part.layout.digest() != other.layout.digest()
-    kinds = [p.classifies for p in merged([part, other], LayerProbe()).survey(10).passages]
+    kinds = [p.classifies for p in merged([part, other], LayerProbe()).survey(10).cut_statistics]
     assert any(kinds)
-    assert not any(p.classifies for p in merged([part], LayerProbe()).survey(10).passages)
+    assert not any(p.classifies for p in merged([part], LayerProbe()).survey(10).cut_statistics)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from gradlift.formats import get
-from gradlift.plan.paper_planner import carry
+from gradlift.plan.paper_planner import paper_exponents
 from gradlift.torch import AdaptiveGradScaler
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive_scaler import STATE_KEY
@@ -207,7 +207,7 @@ def test_terms_of_a_layers_product(layer, terms):
 
 def test_a_probe_brings_back_the_moments_of_true_gradients_and_of_weights():
     model, x = net("mlp")
-    found = {p.name: p for p in probed(model, x, scale=2.0**12).passages}
+    found = {p.name: p for p in probed(model, x, scale=2.0**12).cut_statistics}
     seen: dict[str, torch.Tensor] = {}
     for name, module in model.named_children():
         module.register_forward_hook(
@@ -245,7 +245,7 @@ def test_a_regression_is_no_classifier():
         out = model(torch.randn(4, 8))
     found = survey_of(model, out.float().square().mean(), engine)
     engine.close()
-    assert not any(p.classifies for p in found.passages)
+    assert not any(p.classifies for p in found.cut_statistics)
 
 
 def test_micro_batches_add_up_and_weights_are_looked_at_once():
@@ -259,8 +259,8 @@ def test_micro_batches_add_up_and_weights_are_looked_at_once():
     probe = engine.take()
     engine.close()
     assert isinstance(probe, LayerProbe)
-    once = {p.name: p for p in probed(model, x).passages}
-    assert {p.name: p for p in probe.survey(10).passages} == once
+    once = {p.name: p for p in probed(model, x).cut_statistics}
+    assert {p.name: p for p in probe.survey(10).cut_statistics} == once
     gradients, weights = (sums.read() for sums in probe.sums)
     for row, found in weights.items():
         layer = model.get_submodule(probe.rows[row].key)
@@ -275,7 +275,7 @@ def test_a_weight_that_is_computed_is_not_read():
     engine.probe()
     loss = half_loss(model, torch.randn(4, 8))
     before = copy.deepcopy(model.state_dict())
-    found = {p.name: p.weight for p in survey_of(model, loss, engine).passages}
+    found = {p.name: p.weight for p in survey_of(model, loss, engine).cut_statistics}
     engine.close()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert found["0"] is None
@@ -285,19 +285,22 @@ def test_a_weight_that_is_computed_is_not_read():
 def test_what_is_not_finite_says_nothing():
     model, x = net("mlp")
     found = probed(model, x, scale=2.0**20)
-    assert any(p.gradient is None for p in found.passages)
+    assert any(p.gradient is None for p in found.cut_statistics)
     count = len(found.graph.components)
     options = {"rule": FREE, "threshold": 1e-3, "format": get("float16")}
-    assert carry(found.graph, found.passages, [10] * count, **options).exponents == [0] * count
+    assert (
+        paper_exponents(found.graph, found.cut_statistics, [10] * count, **options).exponents
+        == [0] * count
+    )
 
 
 # Exact gradients with active cuts.
 
 
 def accumulating(found: Any, needs: dict[str, float], start: float = 16.0) -> Any:
-    """The survey's passages, of a size that layers ask for what ``needs`` says."""
-    passages = []
-    for p in found.passages:
+    """The survey's cut_statistics, of a size that layers ask for what ``needs`` says."""
+    cut_statistics = []
+    for p in found.cut_statistics:
         size = FLOAT16.smallest / quantile(1e-3) / 1.01
         moments = Moments((size / start) ** 2, size / start)
         if p.downstream != found.graph.loss and p.name in needs:
@@ -305,8 +308,10 @@ def accumulating(found: Any, needs: dict[str, float], start: float = 16.0) -> An
             moments = dataclasses.replace(moments, largest=math.sqrt(moments.square))
         keeps = p.name in needs and p.downstream != found.graph.loss
         weight = Moments(1.0, 1.0) if keeps else None
-        passages.append(dataclasses.replace(p, gradient=moments, weight=weight, classifies=False))
-    return passages
+        cut_statistics.append(
+            dataclasses.replace(p, gradient=moments, weight=weight, classifies=False)
+        )
+    return cut_statistics
 
 
 @pytest.mark.parametrize(
@@ -320,7 +325,7 @@ def accumulating(found: Any, needs: dict[str, float], start: float = 16.0) -> An
 def test_scales_accumulate_and_values_match_the_reference(kind, needs, last, ends):
     model, x = net(kind)
     found = probed(model, x)
-    exponents = carry(
+    exponents = paper_exponents(
         found.graph,
         accumulating(found, needs),
         [96] * len(found.graph.components),
@@ -503,7 +508,7 @@ def test_the_range_rule_has_no_part_in_it():
         assert type(engine_of(run.scaler).probes.current).__name__ == "Probe"
         run.steps(12)
         pending = [pending.to_dict() for pending in controller_of(run.scaler).pending]
-        assert not any(row["survey"] and row["survey"]["passages"] for row in pending)
+        assert not any(row["survey"] and row["survey"]["cut_statistics"] for row in pending)
         runs.append((run.scales, run.losses, run.scaler.plan))
         run.scaler.close()
     assert runs[0] == runs[1]
@@ -567,7 +572,7 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
         surveys.append(survey) or saw(record, now, survey, **rest)
     )
     run.steps(8)
-    found = {p.name: p.weight for p in surveys[0].passages}
+    found = {p.name: p.weight for p in surveys[0].cut_statistics}
     assert found["0"].largest == largest
     assert run.scaler.plan is not None
     return run.scales, run.scaler.plan.to_dict()
@@ -677,7 +682,7 @@ def test_a_probe_does_not_wait_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert probe is not None
-    assert sum(p.weight is not None for p in probe.survey(10).passages) == 4
+    assert sum(p.weight is not None for p in probe.survey(10).cut_statistics) == 4
     engine.close()
 
 

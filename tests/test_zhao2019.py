@@ -18,7 +18,7 @@ from gradlift.plan import choose
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.observations import Record, Survey
-from gradlift.plan.paper_planner import carry, lower
+from gradlift.plan.paper_planner import lower, paper_exponents
 from gradlift.plan.pilot import Pilot
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import (
@@ -175,9 +175,9 @@ def test_7_the_cast_of_a_classifiers_gradient_takes_the_log_normal_model():
     assert steps[True] > steps[False]
     graph = Graph((Component(()), Component(("head",))), (Cut("head", 0, 1),), loss=0)
     for classifies, step in steps.items():
-        passage = CutStatistics("head", 0, 1, "float16", gradient, classifies=classifies)
-        found = carry(
-            graph, [passage], [96, 96], rule=FREE, threshold=1e-3, format=FORMAT
+        statistics = CutStatistics("head", 0, 1, "float16", gradient, classifies=classifies)
+        found = paper_exponents(
+            graph, [statistics], [96, 96], rule=FREE, threshold=1e-3, format=FORMAT
         ).exponents
         assert found == [step, step]
 
@@ -201,7 +201,7 @@ EAGER = Moments(2.0**-80, 2.0**-40)
 TWICE = Zhao2019(scale_bound=2.0, accum_bound=math.inf)
 
 
-def passage(name: str, downstream: int, upstream: int, layer: bool = True) -> CutStatistics:
+def statistics(name: str, downstream: int, upstream: int, layer: bool = True) -> CutStatistics:
     weight = Moments(1.0, 1.0) if layer else None
     return CutStatistics(name, downstream, upstream, "float16", EAGER, weight, 8 if layer else 0)
 
@@ -218,12 +218,15 @@ def graph(count: int, *edges: tuple[str, int, int], **pins: int) -> Graph:
     return Graph(tuple(parts), tuple(Cut(*edge) for edge in edges))
 
 
-def carried(
-    found: Graph, *passages: CutStatistics, rule: Zhao2019 = TWICE, ceiling: int = MAX_EXPONENT
+def exponents_of(
+    found: Graph,
+    *cut_statistics: CutStatistics,
+    rule: Zhao2019 = TWICE,
+    ceiling: int = MAX_EXPONENT,
 ) -> list[int]:
     ceilings = [ceiling] * len(found.components)
     options = {"rule": rule, "threshold": 1e-3, "format": FORMAT}
-    return carry(found, passages, ceilings, **options).exponents
+    return paper_exponents(found, cut_statistics, ceilings, **options).exponents
 
 
 def needing(name: str, downstream: int, upstream: int, scale: float) -> CutStatistics:
@@ -236,7 +239,7 @@ def needing(name: str, downstream: int, upstream: int, scale: float) -> CutStati
 def test_5_three_layers_accumulate_to_128():
     chain = graph(5, ("head", 0, 1), ("c", 1, 2), ("b", 2, 3), ("a", 3, 4))
     layers = [needing("c", 1, 2, 32.0), needing("b", 2, 3, 64.0), needing("a", 3, 4, 128.0)]
-    found = carried(chain, head(1, 16.0), *layers, rule=Zhao2019())
+    found = exponents_of(chain, head(1, 16.0), *layers, rule=Zhao2019())
     assert [2**e for e in found] == [16, 16, 32, 64, 128]
     steps = [Formula(TWICE, 1e-3, FLOAT16).layer_step(p, 4).exponent for p in LAYERS]
     assert steps == [1, 1]
@@ -244,8 +247,10 @@ def test_5_three_layers_accumulate_to_128():
 
 def test_5_conv_bn_relu_accumulates_to_32():
     chain = graph(5, ("head", 0, 1), ("relu", 1, 2), ("bn", 2, 3), ("conv", 3, 4))
-    others = [passage("relu", 1, 2, layer=False), passage("bn", 2, 3, layer=False)]
-    found = carried(chain, head(1, 16.0), *others, needing("conv", 3, 4, 32.0), rule=Zhao2019())
+    others = [statistics("relu", 1, 2, layer=False), statistics("bn", 2, 3, layer=False)]
+    found = exponents_of(
+        chain, head(1, 16.0), *others, needing("conv", 3, 4, 32.0), rule=Zhao2019()
+    )
     assert [2**e for e in found] == [16, 16, 16, 16, 32]
 
 
@@ -253,77 +258,77 @@ def test_5_a_residual_block_ends_where_its_branch_does():
     block = graph(5, ("head", 0, 1), ("out", 1, 2), ("conv2", 2, 3), ("conv1", 3, 2), ("in", 2, 4))
     seen = [
         head(1, 16.0),
-        passage("out", 1, 2, layer=False),
+        statistics("out", 1, 2, layer=False),
         needing("conv2", 2, 3, 32.0),
         needing("conv1", 3, 2, 64.0),
-        passage("in", 2, 4, layer=False),
+        statistics("in", 2, 4, layer=False),
     ]
-    assert [2**e for e in carried(block, *seen, rule=Zhao2019())] == [16, 16, 64, 64, 64]
+    assert [2**e for e in exponents_of(block, *seen, rule=Zhao2019())] == [16, 16, 64, 64, 64]
 
 
 def test_a_residual_block_takes_what_its_branch_asks_for_once():
     block = graph(4, ("out", 0, 1), ("conv2", 1, 2), ("conv1", 2, 1), ("in", 1, 3))
     seen = [
-        passage("out", 0, 1, layer=False),
-        passage("conv2", 1, 2),
-        passage("conv1", 2, 1),
-        passage("in", 1, 3, layer=False),
+        statistics("out", 0, 1, layer=False),
+        statistics("conv2", 1, 2),
+        statistics("conv1", 2, 1),
+        statistics("in", 1, 3, layer=False),
     ]
-    assert carried(block, *seen) == [1, 3, 4, 3]
-    assert carried(block, *seen, ceiling=2) == [1, 1, 2, 1]
+    assert exponents_of(block, *seen) == [1, 3, 4, 3]
+    assert exponents_of(block, *seen, ceiling=2) == [1, 1, 2, 1]
     # A step that the gradient asks for is the same wherever one starts: no cut in the block.
-    assert len(set(carried(block, *seen, rule=FREE)[1:])) == 1
+    assert len(set(exponents_of(block, *seen, rule=FREE)[1:])) == 1
 
 
 def test_a_layer_inside_a_component_raises_that_component():
     chain = graph(2, ("head", 0, 1))
-    inner = passage("inner", 1, 1)
-    assert carried(chain, passage("head", 0, 1, layer=False), inner) == [1, 2]
+    inner = statistics("inner", 1, 1)
+    assert exponents_of(chain, statistics("head", 0, 1, layer=False), inner) == [1, 2]
 
 
 def test_pinned_components_move_with_the_loss():
     chain = graph(3, ("b", 0, 1), ("a", 1, 2), m2=0)
-    seen = [passage("b", 0, 1), passage("a", 1, 2)]
-    loss, middle, far = carried(chain, *seen)
+    seen = [statistics("b", 0, 1), statistics("a", 1, 2)]
+    loss, middle, far = exponents_of(chain, *seen)
     assert far == loss == 3, "what it asks for counts for the loss, as where branches meet"
     assert middle == 4
     offset = graph(3, ("b", 0, 1), ("a", 1, 2), m2=-2)
-    loss, _, far = carried(offset, *seen)
+    loss, _, far = exponents_of(offset, *seen)
     assert far == loss - 2
 
 
 def test_without_layers_all_move_together():
     chain = graph(3, ("b", 0, 1), ("a", 1, 2), m1=0, m2=0)
-    found = carried(chain, passage("b", 0, 1), passage("a", 1, 2))
+    found = exponents_of(chain, statistics("b", 0, 1), statistics("a", 1, 2))
     assert found == [2, 2, 2]
 
 
 def test_wide_formats_pass_their_scale_on():
     parts = (Component(), Component(("a",), format="float32"))
-    wide = dataclasses.replace(passage("a", 0, 1), format="float32")
-    assert carried(Graph(parts, (Cut("a", 0, 1),)), wide) == [0, 0]
+    wide = dataclasses.replace(statistics("a", 0, 1), format="float32")
+    assert exponents_of(Graph(parts, (Cut("a", 0, 1),)), wide) == [0, 0]
 
 
 def test_a_cast_behind_a_wide_component_asks_for_itself():
     chain = graph(3, ("norm", 0, 1), ("linear", 1, 2))
-    wide = dataclasses.replace(passage("norm", 0, 1, layer=False), format="float32")
-    assert carried(chain, wide, passage("linear", 1, 2, layer=False)) == [0, 1, 1]
+    wide = dataclasses.replace(statistics("norm", 0, 1, layer=False), format="float32")
+    assert exponents_of(chain, wide, statistics("linear", 1, 2, layer=False)) == [0, 1, 1]
 
 
 def test_bounds_on_one_layer_and_on_all():
     names = [(f"l{i}", i, i + 1) for i in range(6)]
-    seen = [passage(*name) for name in names]
-    assert carried(graph(7, *names), *seen, rule=Zhao2019()) == [4, 8, 10, 10, 10, 10, 10]
+    seen = [statistics(*name) for name in names]
+    assert exponents_of(graph(7, *names), *seen, rule=Zhao2019()) == [4, 8, 10, 10, 10, 10, 10]
     cifar = Zhao2019(scale_bound=128.0, accum_bound=4096.0)
-    assert carried(graph(7, *names), *seen, rule=cifar) == [7, 12, 12, 12, 12, 12, 12]
+    assert exponents_of(graph(7, *names), *seen, rule=cifar) == [7, 12, 12, 12, 12, 12, 12]
     ssd = Zhao2019(accum_bound=32800.0)
-    assert carried(graph(7, *names), *seen, rule=ssd) == [4, 8, 12, 15, 15, 15, 15]
+    assert exponents_of(graph(7, *names), *seen, rule=ssd) == [4, 8, 12, 15, 15, 15, 15]
 
 
 def test_a_large_sum_is_scaled_down():
     loud = Moments(1e4, 330.0)
     chain = graph(2, ("a", 0, 1))
-    found = carry(
+    found = paper_exponents(
         chain,
         [CutStatistics("a", 0, 1, "float16", loud, loud, 32)],
         [96, 96],
@@ -340,21 +345,21 @@ def test_a_large_sum_is_scaled_down():
 
 def test_every_active_cut_says_why():
     names = [(f"l{i}", i, i + 1) for i in range(3)]
-    chain, seen = graph(4, *names), [passage(*name) for name in names]
-    plan = choose(chain, [None] * 4, tolerance=1e-3, rule=Zhao2019(), passages=seen)
+    chain, seen = graph(4, *names), [statistics(*name) for name in names]
+    plan = choose(chain, [None] * 4, tolerance=1e-3, rule=Zhao2019(), cut_statistics=seen)
     assert [cut.shift for cut in plan.active] == [4, 2]
     assert "the bound of 16 on a layer allows 2^4" in plan.active[0].why
     assert "the bound of 1024 on all layers allows 2^2" in plan.active[1].why
-    free = choose(chain, [None] * 4, tolerance=1e-3, rule=FREE, passages=seen)
+    free = choose(chain, [None] * 4, tolerance=1e-3, rule=FREE, cut_statistics=seen)
     assert free.one_exponent_serves, "the cast has raised all of them"
     block = graph(3, ("out", 0, 1), ("b", 1, 2), ("a", 2, 1))
-    twice = [passage("out", 0, 1, layer=False), passage("b", 1, 2), passage("a", 2, 1)]
-    plan = choose(block, [None] * 3, tolerance=1e-3, rule=TWICE, passages=twice)
+    twice = [statistics("out", 0, 1, layer=False), statistics("b", 1, 2), statistics("a", 2, 1)]
+    plan = choose(block, [None] * 3, tolerance=1e-3, rule=TWICE, cut_statistics=twice)
     whys = {cut.name: cut.why for cut in plan.active}
     assert "what meets in m1 shares 2^3" in whys["a"]
     held = graph(3, ("b", 0, 1), ("a", 1, 2), m2=0)
-    layers = [passage("b", 0, 1), passage("a", 1, 2)]
-    plan = choose(held, [None] * 3, tolerance=1e-3, rule=TWICE, passages=layers)
+    layers = [statistics("b", 0, 1), statistics("a", 1, 2)]
+    plan = choose(held, [None] * 3, tolerance=1e-3, rule=TWICE, cut_statistics=layers)
     assert {"m2 is pinned at +0 from the loss"} < {cut.why for cut in plan.active}
     assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
@@ -451,8 +456,8 @@ def test_any_graph_gets_exponents_in_range_below_its_ceilings(net, layer, every)
     found, seen, ceilings = net
     rule = Zhao2019(2.0**layer, 2.0**every)
     options = {"rule": rule, "threshold": 1e-3, "format": FORMAT}
-    result = carry(found, seen, ceilings, **options)
-    assert result == carry(found, seen, ceilings, **options)
+    result = paper_exponents(found, seen, ceilings, **options)
+    assert result == paper_exponents(found, seen, ceilings, **options)
     assert all(MIN_EXPONENT <= e <= MAX_EXPONENT for e in result.exponents)
     assert all(e <= c for e, c in zip(result.exponents, ceilings, strict=True))
     loss = result.exponents[found.loss]
@@ -473,12 +478,12 @@ def seen_at(exponent: int, *exponents: int) -> Histogram:
 
 
 CHAIN = graph(3, ("b", 0, 1), ("a", 1, 2))
-LAYERS = (passage("b", 0, 1), passage("a", 1, 2))
+LAYERS = (statistics("b", 0, 1), statistics("a", 1, 2))
 
 
 def test_the_histograms_keep_the_formula_from_overflow():
     histograms = [seen_at(8, -10), seen_at(8, -10), seen_at(8, -10, 4)]
-    options = {"tolerance": 1e-3, "rule": FREE, "passages": LAYERS}
+    options = {"tolerance": 1e-3, "rule": FREE, "cut_statistics": LAYERS}
     plan = choose(CHAIN, histograms, headroom=3, **options)
     assert plan.exponents[2] == 15 - 3 - 4
     assert plan.active[0].why == "m2 takes no more than 2^8"
@@ -490,7 +495,7 @@ def test_the_histograms_keep_the_formula_from_overflow():
 def test_another_look_is_asked_for_only_where_the_exponent_has_changed():
     # Recorded before its cut, at 2^8, where it is in the lowest octave or below.
     low = dataclasses.replace(seen_at(8, -32), zeros=1000)
-    options = {"tolerance": 1e-3, "rule": Zhao2019(), "passages": LAYERS}
+    options = {"tolerance": 1e-3, "rule": Zhao2019(), "cut_statistics": LAYERS}
     first = choose(CHAIN, [seen_at(8, -10), seen_at(8, -10), low], **options)
     assert first.exponents == (4, 8, 10)
     assert first.reasons == ("m2: has much of its gradient in the lowest octave in sight",)
@@ -537,8 +542,8 @@ def test_its_memory_and_surveys_survive_json():
     other.load(json.loads(json.dumps(it.to_dict())))
     assert other.to_dict() == it.to_dict()
     assert Survey.from_dict(json.loads(json.dumps(SURVEY.to_dict()))) == SURVEY
-    old = {key: value for key, value in SURVEY.to_dict().items() if key != "passages"}
-    assert Survey.from_dict(old).passages == ()
+    old = {key: value for key, value in SURVEY.to_dict().items() if key != "cut_statistics"}
+    assert Survey.from_dict(old).cut_statistics == ()
 
 
 def test_a_state_of_the_other_rule_is_refused_by_name():

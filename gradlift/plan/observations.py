@@ -46,7 +46,7 @@ class Survey:
     """For each component; None where nothing was recorded."""
     owners: Mapping[str, int]
     """The component that computes each parameter's gradient."""
-    passages: tuple[CutStatistics, ...] = ()
+    cut_statistics: tuple[CutStatistics, ...] = ()
     """What the paper's rule needs of each cut; empty under the range rule."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Survey:
             "graph": asdict(self.graph),
             "histograms": [h and asdict(h) for h in self.histograms],
             "owners": dict(self.owners),
-            "passages": [asdict(passage) for passage in self.passages],
+            "cut_statistics": [asdict(statistics) for statistics in self.cut_statistics],
         }
 
     @classmethod

@@ -50,12 +50,12 @@ class _Branch(NamedTuple):
     name: str
     downstream: int
     upstream: int
-    passage: CutStatistics | None
+    statistics: CutStatistics | None
 
 
-def carry(
+def paper_exponents(
     graph: Graph,
-    passages: Sequence[CutStatistics],
+    cut_statistics: Sequence[CutStatistics],
     ceilings: Sequence[int],
     *,
     rule: Zhao2019,
@@ -70,13 +70,13 @@ def carry(
 
     Args:
         graph: components and cuts. Pinned components move with the loss, as one fork with it.
-        passages: what was seen at the cuts.
+        cut_statistics: what was seen at the cuts.
         ceilings: the largest exponent of each component at which nothing overflows.
         rule: its bounds.
         threshold: the fraction that may be flushed.
         format: what gradients are stored in where the component does not say otherwise.
     """
-    walk = _Backwards(graph, passages, ceilings, Formula(rule, threshold, limits_of(format)))
+    walk = _Backwards(graph, cut_statistics, ceilings, Formula(rule, threshold, limits_of(format)))
     for _ in range(2):
         for component in walk.order:
             walk.settle(component)
@@ -101,7 +101,7 @@ class _Backwards:
     def __init__(
         self,
         graph: Graph,
-        passages: Sequence[CutStatistics],
+        cut_statistics: Sequence[CutStatistics],
         ceilings: Sequence[int],
         formula: Formula,
     ) -> None:
@@ -112,12 +112,12 @@ class _Backwards:
             own = ceiling - graph.pinned.get(i, 0)
             self.ceilings[self._home(i)] = min(self.ceilings[self._home(i)], own)
         self.entering: defaultdict[int, list[_Branch]] = defaultdict(list)
-        for branch in _branches(graph, passages):
+        for branch in _branches(graph, cut_statistics):
             self.entering[self._home(branch.upstream)].append(branch)
         self.casts: defaultdict[int, list[CutStatistics]] = defaultdict(list)
-        for passage in passages:
-            if is_narrow(passage.format) and self._casts(passage.downstream):
-                self.casts[passage.downstream].append(passage)
+        for statistics in cut_statistics:
+            if is_narrow(statistics.format) and self._casts(statistics.downstream):
+                self.casts[statistics.downstream].append(statistics)
         self.order = self._order()
 
     def _home(self, component: int) -> int:
@@ -132,8 +132,8 @@ class _Backwards:
         """Whether what leaves in a narrow format was wide before: in the loss, or on its way in."""
         if component in self.graph.pinned:
             return component == self.graph.loss
-        seen = [b.passage for b in self.entering[component] if b.downstream != b.upstream]
-        return not any(passage is None or is_narrow(passage.format) for passage in seen)
+        seen = [b.statistics for b in self.entering[component] if b.downstream != b.upstream]
+        return not any(statistics is None or is_narrow(statistics.format) for statistics in seen)
 
     def _order(self) -> list[int]:
         """Each component behind all that lead to it, as far as there are no circles."""
@@ -172,9 +172,9 @@ class _Backwards:
     def _step(self, branch: _Branch) -> Step:
         """Of a layer, where its product is stored in a narrow format."""
         stored = self.graph.components[branch.upstream].format
-        if branch.passage is None or not (stored is None or is_narrow(stored)):
+        if branch.statistics is None or not (stored is None or is_narrow(stored)):
             return PASS
-        return self.formula.layer_step(branch.passage, self.exponent(branch.downstream))
+        return self.formula.layer_step(branch.statistics, self.exponent(branch.downstream))
 
     def reasons(self, exponents: Sequence[int]) -> dict[Place, str]:
         """Why each cut is active."""
@@ -209,12 +209,12 @@ def _pinned(component: Component) -> str:
     return f"{component.name} is pinned at {component.pinned:+d} from the loss"
 
 
-def _branches(graph: Graph, passages: Sequence[CutStatistics]) -> list[_Branch]:
+def _branches(graph: Graph, cut_statistics: Sequence[CutStatistics]) -> list[_Branch]:
     """The cuts with what was seen of them, and layers whose cut leads around in a component."""
-    seen = {(p.name, p.downstream, p.upstream): p for p in passages}
+    seen = {(p.name, p.downstream, p.upstream): p for p in cut_statistics}
     cuts = [
         _Branch(c.name, c.downstream, c.upstream, seen.get((c.name, c.downstream, c.upstream)))
         for c in graph.cuts
     ]
-    inner = [p for p in passages if p.downstream == p.upstream and p.weight is not None]
+    inner = [p for p in cut_statistics if p.downstream == p.upstream and p.weight is not None]
     return cuts + [_Branch(p.name, p.downstream, p.upstream, p) for p in inner]

@@ -235,7 +235,7 @@ class Pilot:
         self._graph, self._owners = graph, dict(survey.owners)
         self._offsets.forget_unmet(graph)
         forecast = self._forecast(record.step, graph, survey.histograms)
-        plan = self._choose(record, graph, survey.histograms, forecast, survey.passages)
+        plan = self._choose(record, graph, survey.histograms, forecast, survey.cut_statistics)
         target = plan.global_exponent
         # What was seen at the last offsets would be larger or smaller by this at the new ones.
         moved = _reach(survey, plan.offsets) - before if record.went_on is None else 0
@@ -256,7 +256,7 @@ class Pilot:
         graph: Graph,
         histograms: Sequence[Histogram | None],
         forecast: Sequence[int] | None = None,
-        passages: Sequence[CutStatistics] = (),
+        cut_statistics: Sequence[CutStatistics] = (),
     ) -> Plan:
         here = record.exponent + self._shifted_since(record.step)
         self.plan = choose(
@@ -268,7 +268,7 @@ class Pilot:
             last=self.plan and self.plan.shifted(here - self.plan.global_exponent),
             forecast=forecast,
             rule=self.rule,
-            passages=passages,
+            cut_statistics=cut_statistics,
         )
         self.plan = replace(self.plan, reasons=(*self.plan.reasons, *self.above.reasons))
         self._offsets.take(self.plan)

@@ -14,7 +14,7 @@ same for the same input on every rank. In pseudo-code; ``choose`` below has the 
                      kept for what a dark path may bring, see ``neighbours``
     exponents:       the last ones, while they lie in their intervals and little would be gained;
                      otherwise those with the fewest active cuts, see ``choice``
-                     (rule "zhao2019": those that the paper's formula gives, see ``carried``)
+                     (rule "zhao2019": those that the paper's formula gives, see ``paper_planner``)
 
 What it gave up: only the largest parameter gradient is known, so a parameter whose own gradient
 is flushed goes unseen while the activations around it are not.
@@ -33,7 +33,7 @@ from gradlift.plan.choice import Choice
 from gradlift.plan.graph import Component, Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.neighbours import may_grow_by, without_what_is_lost_anyway
-from gradlift.plan.paper_planner import PaperExponents, carry, lower
+from gradlift.plan.paper_planner import PaperExponents, lower, paper_exponents
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
 from gradlift.plan.potential import MAX_EXPONENT
 from gradlift.zhao2019 import CutStatistics, Zhao2019
@@ -49,7 +49,7 @@ def choose(
     last: Plan | None = None,
     forecast: Sequence[int] | None = None,
     rule: Zhao2019 | None = None,
-    passages: Sequence[CutStatistics] = (),
+    cut_statistics: Sequence[CutStatistics] = (),
 ) -> Plan:
     """An exponent for every component.
 
@@ -69,7 +69,7 @@ def choose(
             next plan, from ``growth``.
         rule: the paper's rule instead of the range rule. ``tolerance`` is then its threshold,
             and intervals serve as ceilings alone.
-        passages: what the probe saw for it; without any the last exponents stay, below those.
+        cut_statistics: what the probe saw for it; without any the last exponents stay, below those.
     """
     count = len(graph.components)
     _check(count, histograms, tolerance, headroom, forecast)
@@ -96,8 +96,8 @@ def choose(
         worth = 1 if format.saturates else headroom
         found, exponents, cuts = _by_range(graph, found, before, headroom, worth, settled)
     else:
-        carried = _carried(graph, found, before, rule, passages, tolerance, format)
-        found, exponents, cuts = _by_paper(graph, found, before, last, carried)
+        paper = _by_formula(graph, found, before, rule, cut_statistics, tolerance, format)
+        found, exponents, cuts = _by_paper(graph, found, before, last, paper)
     planned = tuple(
         _outcome(
             graph.components[i],
@@ -278,10 +278,10 @@ def _by_paper(
     found: list[Bounds],
     before: Sequence[PlannedComponent | None],
     last: Plan | None,
-    carried: PaperExponents,
+    paper: PaperExponents,
 ) -> Chosen:
     """What the paper's formula gives, with its reasons or, where it has none, the last plan's."""
-    exponents = carried.exponents
+    exponents = paper.exponents
     known = {cut.name: cut.why for cut in last.active} if last else {}
     cuts = tuple(
         ActiveCut(
@@ -289,7 +289,7 @@ def _by_paper(
             cut.downstream,
             cut.upstream,
             exponents[cut.upstream] - exponents[cut.downstream],
-            carried.reasons.get((cut.name, cut.downstream, cut.upstream))
+            paper.reasons.get((cut.name, cut.downstream, cut.upstream))
             or known.get(cut.name, "one of its sides overflowed and was lowered"),
         )
         for cut in graph.active(exponents)
@@ -306,18 +306,20 @@ def _by_paper(
     return seen, exponents, cuts
 
 
-def _carried(
+def _by_formula(
     graph: Graph,
     found: Sequence[Bounds],
     before: Sequence[PlannedComponent | None],
     rule: Zhao2019,
-    passages: Sequence[CutStatistics],
+    cut_statistics: Sequence[CutStatistics],
     threshold: float,
     format: Format,
 ) -> PaperExponents:
     ceilings = [bounds.interval.usable.high for bounds in found]
-    if passages:
-        return carry(graph, passages, ceilings, rule=rule, threshold=threshold, format=format)
+    if cut_statistics:
+        return paper_exponents(
+            graph, cut_statistics, ceilings, rule=rule, threshold=threshold, format=format
+        )
     own = before[graph.loss]
     loss = own.exponent if own else 0
     return lower(graph, [p.exponent if p else loss for p in before], ceilings)

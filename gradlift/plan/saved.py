@@ -85,7 +85,7 @@ _MOMENTS = record(
     log_mean=schema.number(),
     log_std=schema.number(0.0),
 )
-_PASSAGE = record(
+_CUT_STATISTICS = record(
     make=CutStatistics,
     name=schema.text,
     downstream=INDEX,
@@ -111,11 +111,11 @@ def _survey(**entries: Any) -> dict[str, Any]:
         wanted = f"one for each of {count} components"
         raise Mismatch(wanted, schema.Odd(str(len(entries["histograms"]))), "histograms")
     check_owners(entries["owners"], count)
-    for place, passage in enumerate(entries["passages"]):
+    for place, statistics in enumerate(entries["cut_statistics"]):
         for side in ("downstream", "upstream"):
-            if getattr(passage, side) >= count:
-                found = getattr(passage, side)
-                raise Mismatch(f"one of {count} components", found, "passages", place, side)
+            if getattr(statistics, side) >= count:
+                found = getattr(statistics, side)
+                raise Mismatch(f"one of {count} components", found, "cut_statistics", place, side)
     return entries
 
 
@@ -124,7 +124,7 @@ SURVEY = record(
     graph=GRAPH,
     histograms=list_of(optional(HISTOGRAM), make=tuple),
     owners=schema.dict_of(schema.text, INDEX),
-    passages=Since(list_of(_PASSAGE, make=tuple), ()),
+    cut_statistics=Since(list_of(_CUT_STATISTICS, make=tuple), ()),
 )
 RECORD = record(
     step=STEP,

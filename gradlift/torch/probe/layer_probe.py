@@ -100,9 +100,11 @@ class LayerProbe(Probe):
 
     def survey(self, exponent: int) -> Survey:
         """``Probe``'s, with what was seen at every cut."""
-        return replace(super().survey(exponent), passages=tuple(self._passages(exponent)))
+        return replace(
+            super().survey(exponent), cut_statistics=tuple(self._cut_statistics(exponent))
+        )
 
-    def _passages(self, exponent: int) -> Iterator[CutStatistics]:
+    def _cut_statistics(self, exponent: int) -> Iterator[CutStatistics]:
         weights, numbers = self._weights.read(), self.components.indices()
         for (down, up), number, sums in self._gradients_by_cut():
             row = self.rows[number]
