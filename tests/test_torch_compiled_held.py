@@ -113,6 +113,23 @@ def test_a_backend_that_traces_no_backward_is_planned_with_one_scale():
     scaler.close()
 
 
+@pytest.mark.filterwarnings("ignore:gradlift. the backward of mm:RuntimeWarning")
+@pytest.mark.parametrize("bits", [1, 2])
+def test_an_overflow_without_the_planned_cuts_is_not_blamed_on_their_exponents(bits, monkeypatch):
+    """The part that was to run lowest was taken to be larger still, and everything was flushed."""
+    model = Growing()
+    with torch.no_grad():
+        for layer in (model.b, model.c, model.d):
+            layer.weight.mul_(2.0**bits)
+        model.a.bias.mul_(2.0 ** (-3 * bits))
+    # The outputs stay as large as they are.
+    monkeypatch.setitem(globals(), "X", X * 2.0 ** (-3 * bits))
+    scaler = check_settles(torch.compile(model, backend="eager"), most=6)
+    assert scaler.plan.one_exponent_serves
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    scaler.close()
+
+
 def test_many_compiled_parts_are_planned_with_one_scale():
     scaler = check_settles(Parts("abcde"), most=1)
     assert scaler.plan.one_exponent_serves

@@ -162,6 +162,7 @@ class Controller:
         """Put the step into the queue, and show the pilot those whose turn has come."""
         pending = Pending(self.step_number, sent, probe)
         pending.weighted = bool(self.largest.offsets)
+        pending.uncut = self.engine.uncut
         if ranks is not None:
             layout = self._columns.end()
             if ranks.size == 1:
@@ -173,6 +174,7 @@ class Controller:
         while len(self.pending) > DELAY or (self.pending and self.pilot.searching):
             self.learn(self.pending.popleft(), ranks, recorders)
         self.step_number += 1
+        self.engine.end_step()
         self._begin_random()
         self._probe_if_due()
 
@@ -303,6 +305,7 @@ class Controller:
             self.largest.all(self._scale.zero),
             engine.probes.current,
             engine.unplanned,
+            engine.uncut,
             # Asked only as long as it matters: to find out takes a walk over all modules.
             self.pilot.plan is not None or engine.watch.can_watch,
         )
