@@ -64,27 +64,31 @@ class Parts(Growing):
 
 
 def train(call, steps=40):
-    """The steps that were skipped, and the scaler."""
+    """The steps that were skipped, the scale of each, and the scaler."""
     scaler = AdaptiveGradScaler(call, "cpu")
     optimizer = torch.optim.SGD(call.parameters(), lr=0.0)
-    skipped = []
+    skipped, scales = [], []
     for number in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
             out = call(X)
         scaler.scale((out.float() * R * 2.0**-10).mean()).backward()
+        scales.append(scaler.get_scale())
         scaler.step(optimizer)
         if scaler.last_step_skipped:
             skipped.append(number)
         scaler.update()
-    return skipped, scaler
+    return skipped, scales, scaler
 
 
 def check_settles(call, most):
     """An overflow that no probe shows would come again after every probe, for ever."""
-    skipped, scaler = train(call)
+    skipped, scales, scaler = train(call)
     assert max(skipped, default=0) < 12
     assert len(skipped) <= most
+    if len(skipped) > 1:
+        # The device has lowered it with each of them, and it returns at once.
+        assert scales[max(skipped) + 1] >= scales[-1] / 8
     return scaler
 
 
