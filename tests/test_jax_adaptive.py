@@ -182,18 +182,26 @@ def test_every_layer_has_its_gradient(jax_device):
 
 def test_prediction_on_the_device_is_the_hosts():
     rng = np.random.default_rng(3)
-    step = jax.jit(records.predicted)
+    step, returned = jax.jit(records.predicted), 0
     for case in range(300):
         length = rng.integers(0, PATIENCE + 1)
         slope, start = rng.uniform(-0.3, 0.3), rng.integers(-30, 20)
         peaks = [int(start + slope * i + rng.integers(-1, 2)) for i in range(length)]
         history = [None if rng.random() < 0.05 * (case % 3) else peak for peak in peaks]
+        if case % 2 and length > 20:
+            # A burst, or two, in the middle or near the end.
+            for at in rng.integers(length - 20, length, size=case % 4 // 2 + 1):
+                history[at : at + 3] = [40] * len(history[at : at + 3])
         exponent, limit = int(rng.integers(-10, 30)), int(rng.integers(-5, 13))
+        least = int(rng.integers(-24, 17))
         rows = [records.NOTHING] * (PATIENCE - length)
         rows += [records.NOTHING if peak is None else peak for peak in history]
-        found = step(jnp.int32(exponent), jnp.asarray(rows, jnp.int32), jnp.int32(limit))
-        assert found == predict(exponent, history, limit=limit, patience=PATIENCE), case
-        assert step(jnp.int32(exponent), jnp.asarray(rows, jnp.int32), records.NO_LIMIT) == exponent
+        here = jnp.int32(exponent), jnp.asarray(rows, jnp.int32)
+        expected = predict(exponent, history, limit=limit, patience=PATIENCE, least=least)
+        assert step(*here, jnp.int32(limit), jnp.int32(least)) == expected, case
+        returned += expected == least > exponent + 1
+        assert step(*here, records.NO_LIMIT, jnp.int32(least)) == exponent
+    assert returned >= 3, "after bursts"
 
 
 def test_an_overflow_is_blamed_on_the_component_whose_parameters_show_it():

@@ -544,11 +544,11 @@ def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay
     louder = run.loss
     run.loss = lambda model: louder(model) * 2.0**-4
     engine_of(run.scaler).probe()
-    known = pilot_of(run.scaler)._history.copy()
+    known = pilot_of(run.scaler).to_dict()["history"][-1]
     run.steps(DELAY)
-    assert pilot_of(run.scaler)._history[-1] == known[-1]
+    assert pilot_of(run.scaler).to_dict()["history"][-1] == known
     run.steps(1)
-    assert pilot_of(run.scaler)._history[-1] == known[-1] - 4
+    assert pilot_of(run.scaler).to_dict()["history"][-1] == known - 4
     run.scaler.close()
 
 

@@ -146,7 +146,7 @@ class Adaptive:
         self._looked = self._seen = -1
         self._queue: deque[Sent | Arrived] = deque()
         self._offsets: tuple[int, ...] = ()
-        self._limit = records.NO_LIMIT
+        self._limits = records.NO_LIMIT, 0
 
     @property
     def plan(self) -> Plan | None:
@@ -171,11 +171,11 @@ class Adaptive:
         self._steps, self._looked, self._seen = None, -1, -1
         self._queue.clear()
         self._offsets = (0,) * len(traced.graph.components)
-        self._limit = _limit(self._pilot)
+        self._limits = _limits(self._pilot)
         state = AdaptiveState(
             init(self._policy),
             None,
-            jnp.asarray(self._limit, jnp.int32),
+            *(jnp.asarray(each, jnp.int32) for each in self._limits),
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
             None,
@@ -261,7 +261,7 @@ class Adaptive:
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
         self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
-        self._limit = int(arrays["limit"])
+        self._limits = int(arrays["limit"]), int(arrays["least"])
         loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
         own = {name: arrays[name] for name in ARRAYS}
         state = state.replace(loss_scale=loss_scale, **own)
@@ -310,9 +310,10 @@ class Adaptive:
         if offsets != self._offsets:
             self._offsets = offsets
             state = self._formed(state, probing=False)
-        if (limit := _limit(pilot)) != self._limit:
-            self._limit = limit
-            state = state.replace(limit=_like(limit, state.limit))
+        if (limits := _limits(pilot)) != self._limits:
+            self._limits = limits
+            limit, least = (_like(each, state.limit) for each in limits)
+            state = state.replace(limit=limit, least=least)
         return state
 
     def _formed(self, state: AdaptiveState, probing: bool) -> AdaptiveState:
@@ -345,8 +346,9 @@ def _check_settings(interval: Any, init_scale: Any) -> None:
         raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
 
 
-def _limit(pilot: Pilot) -> int:
-    return records.NO_LIMIT if pilot.limit is None else pilot.limit
+def _limits(pilot: Pilot) -> tuple[int, int]:
+    """``AdaptiveState.limit`` and ``least``."""
+    return records.NO_LIMIT if pilot.limit is None else pilot.limit, pilot.least
 
 
 def _like(values: Any, array: jax.Array) -> jax.Array:
