@@ -62,6 +62,7 @@ class Format:
         return self.bits == 8
 
 
+# The narrowest first.
 FORMATS = {
     format.name: format
     for format in (

@@ -235,9 +235,7 @@ class _Analyst:
 
     def _format(self, number: int) -> str:
         """The narrowest format that a component's gradients are stored in."""
-        known = [format for name, format in FORMATS.items() if name in self.stored[number]]
-        # Of two with as many bits the one with the narrower range.
-        return min(known, key=lambda f: (f.bits, f.max_exponent)).name if known else "float32"
+        return next((name for name in FORMATS if name in self.stored[number]), "float32")
 
 
 def _is_in(atom: Any, variables: Any) -> bool:

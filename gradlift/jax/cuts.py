@@ -57,13 +57,9 @@ from gradlift.plan.planner import choose
 from gradlift.plan.potential import Graph
 
 
-def layerwise(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    axis_name: AxisName = None,
-) -> Layerwise:
-    """A loss function with cuts, turned into one with exponents.
+@dataclass(frozen=True)
+class Layerwise:
+    """A loss function with cuts, turned into one with exponents: ``run(offsets, *args)``.
 
     Args:
         fun: returns a scalar loss, or with ``has_aux`` a pair ``(loss, aux)``; arrays in.
@@ -71,12 +67,6 @@ def layerwise(
         has_aux: whether ``fun`` returns a pair.
         axis_name: as for ``value_and_grad``; histograms are summed over the axis.
     """
-    return Layerwise(fun, argnums, has_aux, axis_name)
-
-
-@dataclass(frozen=True)
-class Layerwise:
-    """What ``layerwise`` returns. Called with ``(offsets, *args)`` it is the loss function."""
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int] = 0
@@ -177,6 +167,9 @@ class Layerwise:
         counts = lax.psum(counts, over) if over else counts
         finite = axes.agree(all_finite(loss), axes.deciding(loss, state.scale, self.axis_name))
         return jnp.where(finite, counts, 0).astype(jnp.int32)
+
+
+layerwise = Layerwise
 
 
 @dataclass(frozen=True, eq=False)
