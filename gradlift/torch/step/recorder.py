@@ -27,7 +27,7 @@ from gradlift.formats import get
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.key import Key
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
-from gradlift.report.writers import ForEach, Writer, writer_for
+from gradlift.report.writers import Guarded, Writer, writer_for
 from gradlift.torch.ranks import groups
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.outcome import Outcome
@@ -256,7 +256,7 @@ def _for_this_rank(target: Any) -> Any:
         path = os.fspath(target)
         if "{rank}" in path:
             return path.replace("{rank}", str(rank))
-        return path if rank == 0 else ForEach(lambda record: None)
+        return path if rank == 0 else Guarded("another rank", lambda records: None)
     return target
 
 
