@@ -273,10 +273,18 @@ def finish(
     """Unscale, combine, check, agree, update."""
     loss = value[0] if has_aux else value
     grads = axes.combine(unscale(state, grads), loss, axis_name)
+    state, finite = decided(state, grads, loss, axis_name)
+    return ValueAndGrad(state, finite, value, grads)
+
+
+def decided(
+    state: LossScaleState, grads: Any, loss: Any, axis_name: AxisName
+) -> tuple[LossScaleState, jax.Array]:
+    """The state after a step, and whether its gradients are finite, as all devices agree."""
     flags = all_finite(grads), all_finite(loss)
     over = axes.deciding(flags[0] & flags[1], state.scale, axis_name)
     finite, loss_finite = (axes.agree(flag, over) for flag in flags)
-    return ValueAndGrad(update(state, finite, loss_finite), finite, value, grads)
+    return update(state, finite, loss_finite), finite
 
 
 def check_floor(state: LossScaleState) -> None:

@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.hooks import RemovableHandle
 
+from gradlift.formats import power_of_two
 from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.forward.values import values_of
 from gradlift.torch.names import Names
@@ -265,7 +266,8 @@ def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for_input = _octaves_over(largest)
     bound = largest * torch.linalg.vector_norm(rows, 1, dim=1).max()
     for_input = torch.maximum(for_input, _octaves_over(bound) - for_weight)
-    return tuple(map(_power_of_two, (-for_input, -for_weight, for_input + for_weight)))  # type: ignore[return-value]
+    powers = (-for_input, -for_weight, for_input + for_weight)
+    return tuple(power_of_two(power, torch.float32) for power in powers)  # type: ignore[return-value]
 
 
 def _octaves_over(magnitude: Tensor) -> Tensor:
@@ -274,11 +276,6 @@ def _octaves_over(magnitude: Tensor) -> Tensor:
     over = torch.ceil(torch.log2(magnitude.clamp(min=1.0)) - limit).clamp(min=0.0)
     # What is not finite anyway stays what it is.
     return torch.where(torch.isfinite(over), over, 0.0).clamp(max=60.0)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent for whole float32 exponents from -126 to 127, exact on every device."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def _is_half(module: nn.Module) -> bool:
