@@ -78,7 +78,7 @@ def analyse(program: Program, arguments: dict[int, Any], loss: Any) -> Analysis:
 
 
 class _Analyst:
-    """Walks the program once forward and once back, then joins."""
+    """Finds the variables that gradients pass, joins them into components, and lists the sites."""
 
     def __init__(self, program: Program, arguments: dict[int, Any], loss: Any) -> None:
         self.nodes = list(program.walk())
@@ -103,7 +103,7 @@ class _Analyst:
             self.stored[self._component(x)].add(str(self.dtypes[x]))
 
     def _hand_on(self) -> None:
-        """Finds what else is an argument: its share on a device, its slice in a turn."""
+        """Counts as arguments what stands for one inside: a device's share of it, a turn's slice."""
         for node in self.nodes:
             if isinstance(node, Link) and node.hands_on and _is_in(node.source, self.arguments):
                 self.arguments[node.target] = node.aval.dtype

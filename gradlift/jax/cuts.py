@@ -253,7 +253,7 @@ class Traced:
                 continue
             at = exponent + int(offsets[site.downstream])
             if site.upstream is None:
-                # What became an infinity did so in the component, whatever the argument is in.
+                # An infinity arose in the component's format, whatever the argument's is.
                 format = self.graph.components[site.downstream].format or "float32"
                 arguments[site.downstream].append(Histogram.from_bins(counts, at, format))
                 continue
@@ -264,10 +264,8 @@ class Traced:
 
 
 def _merged(cuts: list[Histogram], arguments: list[Histogram]) -> Histogram | None:
-    """What passed the cuts of a component, and the largest gradients of its arguments.
-
-    Without a cut those have to tell all.
-    """
+    """What passed the cuts of a component, with the largest gradients of its arguments; where it
+    has no cut, these alone."""
     if not cuts:
         return Histogram.merge(arguments) if arguments else None
     found = Histogram.merge(cuts)

@@ -190,7 +190,8 @@ class Adaptive:
         return self.adjust(state), out
 
     def adjust(self, state: AdaptiveState, steps: int = 1) -> AdaptiveState:
-        """What the host has to say after a step inside ``jit``: plans, probes.
+        """The state with the plan and the probe that the host decides on, after a step inside
+        ``jit``.
 
         Args:
             state: the state that the step returned.
@@ -264,7 +265,8 @@ class Adaptive:
     # On the host
 
     def _look(self, state: AdaptiveState) -> AdaptiveState:
-        """Sends for what the last steps have left, and heeds what was sent for before."""
+        """Starts to copy the records of the last steps to the host, and shows the pilot those
+        whose copy was started at the look before."""
         pilot, traced, parameters = self._check(state)
         assert self._steps is not None
         sent = copied(state.records, state.overflowed)
@@ -344,10 +346,8 @@ def _limit(pilot: Pilot) -> int:
 
 
 def _like(values: Any, array: jax.Array) -> jax.Array:
-    """Numbers as an array that lies where another does, and is bound there if that is.
-
-    Otherwise the next step would compile again.
-    """
+    """Numbers as an array on the devices of another, committed to them if that one is: otherwise
+    the next step would compile again."""
     new = np.asarray(values, array.dtype)
     return jax.device_put(new, array.sharding) if array.committed else jnp.asarray(new)
 

@@ -8,8 +8,8 @@ and ``jax.jit``, and nothing waits for the host. In pseudo-code; ``follow`` has 
     otherwise:    the next exponent is ``forecast.predict`` of the last gradients and the limit
     long clean:   a limit that an overflow lowered rises by one, up to float16's
 
-The limit is there because only the gradients of variables are seen. What is larger on its way to
-them overflows first, and an overflow is all that tells of it.
+The limit is there because only the gradients of variables are seen. Gradients of activations can be
+larger; they overflow first, and that overflow is the only sign of them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Trend(NamedTuple):
 
 
 def largest(grads: list[Any]) -> Any:
-    """floor(log2) of the largest of ``grads``, int32, 0-d; below ``NOTHING`` never.
+    """floor(log2) of the largest of ``grads``, int32, 0-d; ``NOTHING`` where all are zero.
 
     Args:
         grads: true gradients, at least one, any float dtype.

@@ -19,7 +19,7 @@ from gradlift.formats import Format, get
 from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord, format_of
 
 Curve = tuple[tuple[int, float], ...]
-# A gradient that may have lost more than this share of its magnitude is worth a word.
+# A gradient that may have lost more than this share of its magnitude is reported.
 WORTH_A_WORD = 1e-3
 # Of a curve.
 POINTS = 2000
@@ -67,7 +67,7 @@ class Skips:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run comes to."""
+    """A run in numbers."""
 
     name: str
     scaler: str

@@ -188,7 +188,7 @@ class Look:
         self._guard.mend(name, why)
         again = module.forward(*args, **kwargs)
         if largest == math.inf and _largest(again) == math.inf:
-            # Not the format's doing: a division by zero stays one.
+            # Not finite in float32 either, a division by zero for instance: mending is no help.
             self._guard.undo(name)
             return None
         return again
@@ -244,7 +244,7 @@ def _in_float32(module: nn.Module, plain: Forward, *args: Any, **kwargs: Any) ->
 
 
 def _half_of(module: Any, x: Tensor) -> torch.dtype | None:
-    """The type that a product would be computed in; None where that is none to guard."""
+    """The dtype that a product would be computed in if that is float16, else None."""
     if torch.is_autocast_enabled(x.device.type):
         half = torch.get_autocast_dtype(x.device.type)
     else:
@@ -274,7 +274,7 @@ def _octaves_over(magnitude: Tensor) -> Tensor:
     """By how many octaves, a whole float32, a magnitude (0-d float32) has to be lowered."""
     limit = math.log2(HALF.max) - _ROOM
     over = torch.ceil(torch.log2(magnitude.clamp(min=1.0)) - limit).clamp(min=0.0)
-    # What is not finite anyway stays what it is.
+    # An input that is not finite is left as it is.
     return torch.where(torch.isfinite(over), over, 0.0).clamp(max=60.0)
 
 
