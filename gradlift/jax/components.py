@@ -103,7 +103,7 @@ class _Analyst:
             self.stored[self._component(x)].add(str(self.dtypes[x]))
 
     def _hand_on(self) -> None:
-        """Counts as arguments what stands for one inside: a device's share of it, a turn's slice."""
+        """Counts as arguments what stands for one inside: a device's share, a turn's slice."""
         for node in self.nodes:
             if isinstance(node, Link) and node.hands_on and _is_in(node.source, self.arguments):
                 self.arguments[node.target] = node.aval.dtype
