@@ -18,7 +18,6 @@ decide the same.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -44,7 +43,7 @@ from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
 from gradlift.plan.saved import PILOT
-from gradlift.policy import Dynamic
+from gradlift.policy import Dynamic, check_power_of_two, check_steps
 
 VERSION = 1
 # Steps between two looks of the host, once a plan was found.
@@ -116,7 +115,9 @@ class Adaptive:
         interval: int | None = None,
         init_scale: float = 2.0**8,
     ) -> None:
-        _check_settings(interval, init_scale)
+        if interval is not None:
+            check_steps(interval, "interval")
+        check_power_of_two(init_scale, "init_scale")
         check_limits(tolerance, headroom)
         self._run = Layerwise(fun, argnums, has_aux, axis_name)
         self._format = None if format is None else get(format)
@@ -330,15 +331,6 @@ class Adaptive:
 
 
 adaptive = Adaptive
-
-
-def _check_settings(interval: Any, init_scale: Any) -> None:
-    whole = isinstance(interval, int) and not isinstance(interval, bool)
-    if interval is not None and not (whole and interval >= 1):
-        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
-    number = isinstance(init_scale, (int, float)) and not isinstance(init_scale, bool)
-    if not number or math.frexp(init_scale)[0] != 0.5:
-        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
 
 
 def _limit(pilot: Pilot) -> int:

@@ -24,7 +24,7 @@ import keras
 from gradlift.formats import get
 from gradlift.keras.pending import dense
 from gradlift.plan.pilot import PATIENCE
-from gradlift.policy import Dynamic, ScaleState
+from gradlift.policy import Dynamic, ScaleState, check_power_of_two
 
 # Keras has no types; what its decorators let a checker infer is wrong.
 ops: Any = keras.ops
@@ -61,10 +61,9 @@ class Adaptive:
     on_floor: str | Callable[[Any], object] = "warn"
 
     def __post_init__(self) -> None:
-        rule = self.rule
+        _ = self.rule  # which refuses what is no scale at all
         for name in ("init_scale", "min_scale", "max_scale"):
-            if math.frexp(getattr(rule, name))[0] != 0.5:
-                raise ValueError(f"{name} must be a power of two, got {getattr(self, name)!r}")
+            check_power_of_two(getattr(self, name), name)
         if type(self.headroom) is not int or not 0 <= self.headroom < _LARGEST:
             raise ValueError(
                 f"headroom must be a whole number from 0 to {_LARGEST - 1}, got {self.headroom!r}"
