@@ -11,10 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gradlift.report.diagnosis import shorten
-from gradlift.report.summary import WORTH_A_WORD, ModuleSummary, Skips, Summary
+from gradlift.report.summary import STUCK, WORTH_A_WORD, ModuleSummary, Skips, Summary
 
-# With so many skipped steps at its end a run counts as stuck: a scale is found in fewer.
-STUCK = 5
 # The loss of a run with fewer steps is not reported.
 MANY = 20
 
