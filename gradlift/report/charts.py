@@ -71,11 +71,6 @@ def landscape_svg(summary: Summary, key: str, narrow: bool) -> str:
     return _svg(landscape(summary, _HOLDERS, key, narrow=narrow), key, titles)
 
 
-def plans_svg(run: Run, key: str, narrow: bool) -> str:
-    """The exponents that modules ran at, and how many cuts were active, over the steps."""
-    return _svg(plans(run, _HOLDERS, narrow), f"{key}p{'n' * narrow}", {})
-
-
 def png(runs: Sequence[Run], summaries: Sequence[Summary]) -> bytes:
     """The timeline, and the landscape of the first run that was probed, as one image."""
     from matplotlib.figure import Figure
@@ -147,8 +142,9 @@ def _whole_octaves(axis: Any) -> None:
     axis.yaxis.get_major_locator().set_params(integer=True)
 
 
-def plans(run: Run, colors: Mapping[str, str], narrow: bool) -> Any:
-    """The figure of ``plans_svg``."""
+def plans_svg(run: Run, key: str, narrow: bool) -> str:
+    """The exponents that modules ran at, and how many cuts were active, over the steps."""
+    colors = _HOLDERS
     probes = [(r.step, [m.exponent for m in r.modules]) for r in run.records if r.modules]
     steps = [step for step, _ in probes]
     cuts = [(r.step, float(r.plan.active)) for r in run.records if r.plan is not None]
@@ -164,7 +160,7 @@ def plans(run: Run, colors: Mapping[str, str], narrow: bool) -> Any:
     axes[1].set_ylabel("cuts")
     axes[1].set_xlabel("step")
     _style(axes, colors)
-    return figure
+    return _svg(figure, f"{key}p{'n' * narrow}", {})
 
 
 def landscape(
