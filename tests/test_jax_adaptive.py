@@ -478,6 +478,7 @@ def test_eight_devices_have_one_plan_and_their_checkpoint_loads_on_one():
         (lambda s, state: gl.adaptive(loss_fn)(state, PARAMS, X), "call scaler.init"),
         (lambda s, state: gl.adaptive(loss_fn, interval=0), "interval .* got 0"),
         (lambda s, state: gl.adaptive(loss_fn, init_scale=3.0), "power of two, got 3.0"),
+        (lambda s, state: gl.adaptive(loss_fn, format="float12"), "unknown format .float12."),
         (lambda s, state: gl.adaptive(loss_fn, tolerance=2.0), "tolerance"),
     ],
 )
