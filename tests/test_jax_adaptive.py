@@ -73,6 +73,11 @@ def assert_same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def programs(scaler):
+    """How many were compiled for its steps."""
+    return scaler._jitted._cache_size()
+
+
 def run(scaler, state, steps, size=doubling, start=0):
     """The state after some steps, and how many of them were skipped."""
     flags = []
@@ -86,7 +91,7 @@ def test_growing_gradients_skip_no_step_where_a_dynamic_scale_skips_many():
     scaler = gl.adaptive(loss_fn)
     state, skipped = run(scaler, scaler.init(PARAMS, X, doubling(0)), 260)
     assert skipped == 0
-    assert scaler._jitted._cache_size() == 2  # a step and a probe
+    assert programs(scaler) == 2  # a step and a probe
     assert state.loss_scale.skipped_steps == 0
 
     step = jax.jit(gl.value_and_grad(loss_fn))
@@ -106,7 +111,7 @@ def multiplications(jaxpr):
 
 def test_while_one_exponent_serves_all_cuts_cost_a_step_nothing():
     def chain(params, x, mark):
-        for i in range(DEPTH):
+        for i in range(6):
             x = jnp.tanh(x @ params["w"][i].astype(jnp.float16) + 1)
             x = gl.cut(x, f"layer {i}") if mark else x
         return jnp.mean(x.astype(jnp.float32) ** 2)
@@ -125,7 +130,7 @@ def test_while_one_exponent_serves_all_cuts_cost_a_step_nothing():
             state, params, X.astype(jnp.float16)
         )
         counts.append(multiplications(jaxpr.jaxpr))
-        assert scaler._jitted._cache_size() == 2
+        assert programs(scaler) == 2
     assert counts[0] == counts[1]
 
 
@@ -138,7 +143,7 @@ def test_a_plan_that_comes_and_goes_compiles_three_programs():
         state, _ = scaler(state, steep if 32 <= i < 64 else even, X, 1.0)
         active.append(bool(scaler.plan and scaler.plan.active))
     assert [active[31], active[63], active[95]] == [False, True, False]
-    assert scaler._jitted._cache_size() <= 3
+    assert programs(scaler) <= 3
 
 
 def test_a_float64_gradient_beyond_float32_is_finite():
@@ -435,7 +440,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 sys.path.insert(0, "tests")
-from test_jax_adaptive import PARAMS, X, doubling, loss_fn
+from test_jax_adaptive import PARAMS, X, doubling, loss_fn, programs
 from gradlift import jax as gl
 
 assert len(jax.devices()) == 8
@@ -446,7 +451,7 @@ scaler = gl.adaptive(loss_fn)
 state = scaler.init(params, x, 1.0)
 for i in range(30):
     state, out = scaler(state, params, x, doubling(i))
-assert scaler._jitted._cache_size() == 2, scaler._jitted._cache_size()
+assert programs(scaler) == 2, programs(scaler)
 for leaf in jax.tree.leaves(state):
     shares = [np.asarray(s.data) for s in leaf.addressable_shards]
     assert len(shares) == 8 and all((s == shares[0]).all() for s in shares)
@@ -470,7 +475,7 @@ def test_eight_devices_have_one_plan_and_their_checkpoint_loads_on_one():
     for i in range(30, 50):
         state, out = scaler(state, PARAMS, x, doubling(i))
         assert out.finite
-    assert scaler._jitted._cache_size() <= 2
+    assert programs(scaler) <= 2
 
 
 @pytest.mark.parametrize(
@@ -481,6 +486,7 @@ def test_eight_devices_have_one_plan_and_their_checkpoint_loads_on_one():
         (lambda s, state: gl.adaptive(loss_fn)(state, PARAMS, X), "call scaler.init"),
         (lambda s, state: gl.adaptive(loss_fn, interval=0), "interval .* got 0"),
         (lambda s, state: gl.adaptive(loss_fn, init_scale=3.0), "power of two, got 3.0"),
+        (lambda s, state: gl.adaptive(loss_fn, format="float12"), "unknown format .float12."),
         (lambda s, state: gl.adaptive(loss_fn, tolerance=2.0), "tolerance"),
     ],
 )
