@@ -163,11 +163,12 @@ class Adaptive:
         self._steps, self._looked, self._seen = None, -1, -1
         self._queue.clear()
         self._offsets = (0,) * len(traced.graph.components)
-        self._limits = _limits(self._pilot)
+        self._limits = limit, least = _limits(self._pilot)
         state = AdaptiveState(
             init(self._policy),
             None,
-            *(jnp.asarray(each, jnp.int32) for each in self._limits),
+            jnp.asarray(limit, jnp.int32),
+            jnp.asarray(least, jnp.int32),
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
             None,
