@@ -239,7 +239,7 @@ class Pilot:
         target = plan.global_exponent
         # What was seen at the last offsets would be larger or smaller by this at the new ones.
         moved = _reach(survey, plan.offsets) - before if record.went_on is None else 0
-        if self._offsets.current != offsets:
+        if any(at != offsets.get(name, 0) for name, at in self._offsets.current.items()):
             self._history.move(moved)
         if record.amax is not None and not record.overflow:
             # Where overflow saturates, a step larger than this one costs little, and room kept
