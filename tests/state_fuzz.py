@@ -553,13 +553,14 @@ def valid_pending(row: Any) -> bool:
     if not is_dict(row, record=lambda v: isinstance(v, dict), survey=maybe(valid_survey)):
         return False
     return is_dict(
-        {"bad_loss": False, "went_on": None, **row["record"]},
+        {"bad_loss": False, "went_on": None, "uncut": False, **row["record"]},
         step=is_step,
         exponent=lambda v: is_whole(v, -126, 127),
         amax=maybe(is_exponent),
         overflow=is_flag,
         bad_loss=is_flag,
         went_on=maybe(is_exponent),
+        uncut=is_flag,
     )
 
 

@@ -387,6 +387,43 @@ def test_two_overflows_above_the_loss_scale_alone_drop_the_exponents_until_a_cle
     assert not it.plan.reasons
 
 
+def test_an_overflow_without_the_cuts_drops_what_was_planned_below_the_loss_scale():
+    """It ran at the loss scale, and says nothing of the exponent that it was to run at."""
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 0, survey(FAR, NEAR))
+    assert it.offsets["a"] < -10
+    own = it.plan.components[1].interval
+    uncut = replace(record(5, exponent, None, True), uncut=True)
+    shift = it.saw(uncut, 5, overflowed=["a.weight"])
+    assert exponent - it.backoff + shift == it.plan.global_exponent <= own.high + it.headroom
+    assert it.plan.components[1].interval.high >= own.high
+    assert it.offsets == {"a": 0}
+    assert "step 5 overflowed at the loss scale, since none of the planned cuts" in str(it.plan)
+    saved = json.loads(json.dumps(it.to_dict()))
+    it = pilot()
+    it.load(saved)
+    it.saw(record(13, it.plan.global_exponent), 13, survey(FAR, NEAR))
+    assert it.offsets["a"] < -10
+    assert not it.plan.reasons
+
+
+def test_an_overflow_without_cuts_that_only_raise_is_the_loss_scales_own():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
+    it.saw(replace(record(5, exponent, None, True), uncut=True), 5, overflowed=["a.weight"])
+    assert it.plan.components[1].exponent < exponent, "the part ran at the loss scale"
+    assert "planned cuts" not in str(it.plan)
+
+
+def test_the_memory_of_one_scale_is_followed_by_a_pilot_of_several():
+    one = pilot(layerwise=False)
+    one.saw(record(0, 8), 0, survey(NEAR, FAR))
+    it = pilot()
+    it.load(one.to_dict())
+    it.saw(record(5, 8, None, True), 5, overflowed=["a.weight"])
+    assert it.plan.reasons == ("a: was not finite",)
+
+
 @pytest.mark.parametrize(("second", "name"), [(300, "a.weight"), (60, "b.weight")])
 def test_overflows_far_apart_or_in_the_losss_own_part_do_not_count(second, name):
     it = pilot()

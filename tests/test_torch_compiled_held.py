@@ -64,27 +64,31 @@ class Parts(Growing):
 
 
 def train(call, steps=40):
-    """The steps that were skipped, and the scaler."""
+    """The steps that were skipped, the scale of each, and the scaler."""
     scaler = AdaptiveGradScaler(call, "cpu")
     optimizer = torch.optim.SGD(call.parameters(), lr=0.0)
-    skipped = []
+    skipped, scales = [], []
     for number in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
             out = call(X)
         scaler.scale((out.float() * R * 2.0**-10).mean()).backward()
+        scales.append(scaler.get_scale())
         scaler.step(optimizer)
         if scaler.last_step_skipped:
             skipped.append(number)
         scaler.update()
-    return skipped, scaler
+    return skipped, scales, scaler
 
 
 def check_settles(call, most):
     """An overflow that no probe shows would come again after every probe, for ever."""
-    skipped, scaler = train(call)
+    skipped, scales, scaler = train(call)
     assert max(skipped, default=0) < 12
     assert len(skipped) <= most
+    if len(skipped) > 1:
+        # The device has lowered it with each of them, and it returns at once.
+        assert scales[max(skipped) + 1] >= scales[-1] / 8
     return scaler
 
 
@@ -110,6 +114,23 @@ def test_a_backend_that_traces_no_backward_is_planned_with_one_scale():
     scaler = check_settles(torch.compile(Growing(), backend="eager"), most=6)
     assert scaler.plan.one_exponent_serves
     assert "no graph with cuts" in str(scaler.neutral)
+    scaler.close()
+
+
+@pytest.mark.filterwarnings("ignore:gradlift. the backward of mm:RuntimeWarning")
+@pytest.mark.parametrize("bits", [1, 2])
+def test_an_overflow_without_the_planned_cuts_is_not_blamed_on_their_exponents(bits, monkeypatch):
+    """The part that was to run lowest was taken to be larger still, and everything was flushed."""
+    model = Growing()
+    with torch.no_grad():
+        for layer in (model.b, model.c, model.d):
+            layer.weight.mul_(2.0**bits)
+        model.a.bias.mul_(2.0 ** (-3 * bits))
+    # The outputs stay as large as they are.
+    monkeypatch.setitem(globals(), "X", X * 2.0 ** (-3 * bits))
+    scaler = check_settles(torch.compile(model, backend="eager"), most=6)
+    assert scaler.plan.one_exponent_serves
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
     scaler.close()
 
 

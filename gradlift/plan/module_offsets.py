@@ -32,6 +32,11 @@ class ModuleOffsets:
         """What a module ran at in a step; the plan may have changed since."""
         return (self._past if step <= self.past_until else self.current).get(module, 0)
 
+    def below(self, step: int) -> bool:
+        """Whether some module was to run below the loss's exponent in a step."""
+        offsets = self._past if step <= self.past_until else self.current
+        return any(offset < 0 for offset in offsets.values())
+
     def take(self, plan: Plan) -> None:
         """Those of a plan."""
         planned = zip(plan.components, plan.offsets, strict=True)

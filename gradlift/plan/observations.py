@@ -35,6 +35,8 @@ class Record:
     went_on: int | None = None
     """The exponent that the device went on with, where it predicts by itself; None where the
     pilot does."""
+    uncut: bool = False
+    """Whether no cut acted in it: whatever the plan said, all of it ran at the loss's exponent."""
 
 
 @dataclass(frozen=True)

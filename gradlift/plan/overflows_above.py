@@ -1,6 +1,7 @@
-"""Overflows above the global exponent alone, which one scale would not have had.
+"""Overflows that one scale would not have had, which cost components exponents of their own.
 
-Two of them within an interval cost the components exponents of their own, until a probe is clean.
+Two above the global exponent alone within an interval; or one in a step in which no cut acted, so
+that what was planned below the global exponent ran at it. Until a probe is clean.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class OverflowsAbove:
         self.one_scale = not layerwise
         """Whether all components run at one exponent."""
         self._steps: list[int] = []
-        """Steps that overflowed above the global exponent alone."""
+        """Steps that overflowed above the global exponent alone, or one without its cuts."""
 
     def note(self, step: int, offsets: Sequence[int]) -> bool:
         """Counts an overflow against the plan if it was above the loss scale alone.
@@ -47,6 +48,10 @@ class OverflowsAbove:
         self.one_scale = self.one_scale or len(self._steps) == MOST_ABOVE
         return self.one_scale
 
+    def drop(self, step: int) -> None:
+        """Exponents of their own are dropped for an overflow in a step in which no cut acted."""
+        self._steps, self.one_scale = [step], True
+
     def end_by_clean_probe(self) -> None:
         """A probe without an overflow brings exponents of their own back."""
         self.one_scale = not self.layerwise
@@ -60,8 +65,13 @@ class OverflowsAbove:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why there is one exponent for all, if that is no wish of the user's."""
-        if not self.one_scale or not self.layerwise:
+        if not self.one_scale or not self.layerwise or not self._steps:
             return ()
+        if len(self._steps) < MOST_ABOVE:
+            return (
+                f"step {self._steps[0]} overflowed at the loss scale, since none of the planned "
+                "cuts acted in it; one exponent for all until a probe is clean",
+            )
         steps = " and ".join(map(str, self._steps))
         return (
             f"parts above the loss scale, and they alone, overflowed in steps {steps}; one "

@@ -11,7 +11,8 @@ pseudo-code; ``Pilot.saw`` has the same shape::
     an overflow: lower the exponent of the component nearest to the loss whose parameters show
                  it, and probe as soon as possible; the global exponent returns to where it was
                  before the device lowered it, if that component is not the loss's own
-    a second one, like the first only in components above the global exponent:
+    a second one, like the first only in components above the global exponent, or one in a step
+    in which no cut acted:
                  one exponent for all, until a probe is clean
     otherwise:   move the global exponent by the trend of the parameter gradients, before
                  anything overflows; in a plan with cuts look again where it had to be lowered
@@ -210,7 +211,7 @@ class Pilot:
             return self._planned(record, now, survey)
         first = overflowed_first(survey.graph, survey.histograms)
         if self.plan is None or self.plan.overflowed:
-            dropped = self._note_above(record, _modules(survey.graph, first))
+            dropped = self._note_above(record, survey.graph, first)
             target = self._planned(record, now, survey)
             if dropped:
                 self.schedule.probe_after(now)
@@ -231,7 +232,7 @@ class Pilot:
 
     def _planned(self, record: Record, now: int, survey: Survey) -> int:
         graph = self.above.held(survey.graph)
-        before = _reach(survey, self._offsets_at(record.step, graph))
+        before = _reach(survey, self._offsets_at(record, graph, range(len(graph.components))))
         self._graph, self._owners = graph, dict(survey.owners)
         self._offsets.forget_unmet(graph)
         forecast = self._forecast(record.step, graph, survey.histograms)
@@ -274,16 +275,18 @@ class Pilot:
         self._offsets.take(self.plan)
         return self.plan
 
-    def _offsets_at(self, step: int, graph: Graph) -> list[int]:
-        """What the components of a graph ran at."""
-        modules = _modules(graph, range(len(graph.components)))
-        return [self._offsets.at(step, module) for module in modules]
+    def _offsets_at(self, record: Record, graph: Graph, components: Iterable[int]) -> list[int]:
+        """What components of a graph ran at."""
+        modules = _modules(graph, components)
+        return [0 if record.uncut else self._offsets.at(record.step, name) for name in modules]
 
-    def _note_above(self, record: Record, modules: Iterable[str]) -> bool:
-        """Whether an overflow in these modules has cost components exponents of their own."""
-        return self.above.note(
-            record.step, [self._offsets.at(record.step, module) for module in modules]
-        )
+    def _note_above(self, record: Record, graph: Graph, components: Iterable[int]) -> bool:
+        """Whether an overflow in these components has cost them exponents of their own."""
+        if record.uncut and self._offsets.below(record.step):
+            # What was to run below the loss's exponent did not.
+            self.above.drop(record.step)
+            return True
+        return self.above.note(record.step, self._offsets_at(record, graph, components))
 
     def _backed_off(
         self, record: Record, now: int, overflowed: Sequence[str], expected: int
@@ -301,10 +304,12 @@ class Pilot:
     def _lowered(self, record: Record, now: int, where: Collection[int]) -> int:
         """A plan in which components that overflowed are lower by as much as is usual."""
         assert self._graph is not None
-        dropped = self._note_above(record, _modules(self._graph, where))
+        dropped = self._note_above(record, self._graph, where)
         self.schedule.probe_after(now, at_once=not dropped)
         self._graph = self.above.held(self._graph)
-        ran_at, offsets = self._offsets_at(record.step, self._graph), self._offsets.current
+        everywhere = range(len(self._graph.components))
+        ran_at = self._offsets_at(record, self._graph, everywhere)
+        offsets = self._offsets.current
         histograms = [
             Histogram.overflowed(record.exponent + ran_at[i], component.format or self.format)
             if i in where

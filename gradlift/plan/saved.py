@@ -133,6 +133,7 @@ RECORD = record(
     overflow=schema.flag,
     bad_loss=Since(schema.flag, False),
     went_on=Since(optional(EXPONENT), None),
+    uncut=Since(schema.flag, False),
 )
 
 

@@ -3,7 +3,8 @@
 The record of a step, and its probe if it was one, are shown to the pilot DELAY steps later, waiting
 if it must: a run takes the same steps on a fast machine and on a slow one. While the first exponent
 is being looked for there is no delay: a wait costs less than a step at a scale that flushes or
-overflows.
+overflows. Nor is there after an overflow, which is waited for anyway: the steps since then may have
+overflowed too, and the device has lowered the scale for each of them.
 
 The pilot is a pure function of what it is shown. What several ranks show theirs they agree on
 first, see ``ranks/adaptive_ranks.py``.
@@ -162,6 +163,7 @@ class Controller:
         """Put the step into the queue, and show the pilot those whose turn has come."""
         pending = Pending(self.step_number, sent, probe)
         pending.weighted = bool(self.largest.offsets)
+        pending.uncut = self.engine.uncut
         if ranks is not None:
             layout = self._columns.end()
             if ranks.size == 1:
@@ -170,9 +172,11 @@ class Controller:
                 pending.layout = layout
         self._has_ranks = ranks is not None
         self.pending.append(pending)
-        while len(self.pending) > DELAY or (self.pending and self.pilot.searching):
-            self.learn(self.pending.popleft(), ranks, recorders)
+        overflowed = False
+        while len(self.pending) > DELAY or (self.pending and (overflowed or self.pilot.searching)):
+            overflowed |= self.learn(self.pending.popleft(), ranks, recorders)
         self.step_number += 1
+        self.engine.end_step()
         self._begin_random()
         self._probe_if_due()
 
@@ -183,10 +187,10 @@ class Controller:
 
     def learn(
         self, arrived: Pending, ranks: Ranks | None, recorders: Iterable[Recorder] = ()
-    ) -> None:
-        """Show the pilot a step, and do what it says."""
+    ) -> bool:
+        """Show the pilot a step, and do what it says; returns whether it had overflowed."""
         if ranks is not None and not self._share(arrived, ranks):
-            return
+            return False
         record = arrived.record()
         survey = arrived.survey(record.exponent)
         if survey is not None:
@@ -206,6 +210,7 @@ class Controller:
             self._tell(recorder, arrived, record, survey is not None, shift)
         if survey or record.overflow:
             self._follow()
+        return record.overflow
 
     def _follow(self) -> None:
         """The engine follows the pilot, if it does not already."""
@@ -303,6 +308,7 @@ class Controller:
             self.largest.all(self._scale.zero),
             engine.probes.current,
             engine.unplanned,
+            engine.uncut,
             # Asked only as long as it matters: to find out takes a walk over all modules.
             self.pilot.plan is not None or engine.watch.can_watch,
         )

@@ -69,6 +69,9 @@ class Engine:
         """(key, shift) of the cuts that multiply, in the graph armed last."""
         self.unplanned = False
         """Whether a graph came along that the plan was not made for; a probe clears it."""
+        self.uncut = True
+        """Whether no cut multiplies in any graph of this step, or of the last that armed one."""
+        self._step_armed = False
         self.marks = Marks(next(_engines))
         self.probes = Probes(new_probe)
         """The probe under way, and what those before have shown."""
@@ -204,6 +207,15 @@ class Engine:
             scaled: a tensor, or tensors in lists, tuples or dicts: the losses times the scale.
                 Their own last op must be the multiplication.
         """
+        self.active, self.uncut = (), self.uncut or not self._step_armed
+        self._arm(scaled)
+        self.uncut, self._step_armed = self.uncut and not self.active, True
+
+    def end_step(self) -> None:
+        """The graphs armed from now on are another step's; a replay of this one arms none."""
+        self._step_armed = False
+
+    def _arm(self, scaled: Any) -> None:
         if self.watch.compiled is not None:
             self._arm_compiled(scaled)
         if self.watch.hook is None or self.watch.sees_nothing:

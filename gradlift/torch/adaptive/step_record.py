@@ -34,6 +34,8 @@ class Pending:
     """What the ranks were told of the probe, until it is made that of all of them."""
     weighted: bool = False
     """Whether the largest gradient is not the largest true one, see ``counted_rows.py``."""
+    uncut: bool = False
+    """See ``Record.uncut``; of this rank."""
 
     @property
     def probed(self) -> bool:
@@ -59,7 +61,10 @@ class Pending:
         if self.saved:
             return Record(**self.saved["record"])
         scale, largest, found, bad_loss, *agreed = self._numbers()
-        largest = AgreedColumns(*agreed).largest if agreed else largest
+        uncut = self.uncut
+        if agreed:
+            columns = AgreedColumns(*agreed)
+            largest, uncut = columns.largest, columns.uncut > 0
         exponent = _exponent(scale)
         known = math.isfinite(largest) and largest > 0
         return Record(
@@ -68,6 +73,7 @@ class Pending:
             _exponent(largest / scale) if known else None,
             found > 0,
             bad_loss > 0,
+            uncut=uncut,
         )
 
     def survey(self, exponent: int) -> Survey | None:
