@@ -52,6 +52,19 @@ def test_nothing_but_zeros_asks_for_nothing_and_helps_only_higher_up():
     assert found.helps(11)
 
 
+def test_a_tensor_of_zeros_still_needs_what_it_needed_where_it_could_show_nothing_else():
+    histograms = [
+        Histogram.from_bins([0] * 120 + [100] + [0] * 135, 0, FP16),
+        Histogram.from_bins([100] + [0] * 255, 0, FP16),
+    ]
+    both, options = Histogram.merge(histograms), {"tolerance": 5e-4, "headroom": 3}
+    low = find_bounds(both, FP16, **options).interval.low
+    assert low < 0
+    assert find_bounds(both, FP16, known_low=5, **options).interval.low == 5
+    assert find_bounds(both, FP16, known_low=0, **options).interval.low == low, "it was looked at"
+    assert find_bounds(histograms[0], FP16, known_low=5, **options).interval.low == low
+
+
 def test_an_upper_end_is_raised_out_of_what_is_reserved_first():
     bounds = Bounds(Interval(0, 5), reserved=3)
     assert bounds.raised(4) == bounds

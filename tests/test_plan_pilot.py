@@ -344,6 +344,64 @@ def test_batches_that_come_rarely_and_are_far_larger_get_through(by_itself):
     assert max(lost) < 100
 
 
+WIDE = Survey(GRAPH, (histogram(-12, -8), histogram(-34, -12)), {"a.weight": 1})
+"""Of a network that needs an exponent of 10."""
+
+
+def burst_at(it, exponent, *bursts, steps, size=16):
+    """Exponents and lost steps where the gradients of some steps are 2^size as large."""
+    exponents, lost = [exponent], []
+    for step in range(1, steps):
+        large = any(first <= step < first + 3 for first in bursts)
+        peak = -12 + 4 + size * large
+        overflow = exponent + peak > 15
+        lost += [step] * overflow
+        here = record(step, exponent, None if overflow else peak, overflow)
+        exponent -= it.backoff * overflow
+        probed = step >= it.schedule.next_probe and not overflow
+        exponent += it.saw(here, step, WIDE if probed else None, overflowed=["a.weight"])
+        exponents.append(exponent)
+    return exponents, lost
+
+
+@pytest.mark.parametrize("size", [16, 20, 24])
+def test_after_a_burst_small_gradients_get_back_what_they_need(size):
+    it = pilot(layerwise=False)
+    exponent = 8 + it.saw(record(0, 8, -8), 0, WIDE)
+    assert it.plan.needed == 10 <= exponent
+    exponents, lost = burst_at(it, exponent, 20, steps=60, size=size)
+    assert len(lost) <= 3
+    assert min(exponents[:20]) >= 10
+    assert min(exponents[23:31]) < 10, "it may go on"
+    assert min(exponents[34:]) >= 10
+
+
+def test_a_second_burst_is_kept_room_for():
+    it = pilot(layerwise=False)
+    exponent = 8 + it.saw(record(0, 8, -8), 0, WIDE)
+    exponents, lost = burst_at(it, exponent, 20, 50, 80, 110, steps=130)
+    assert {step // 30 for step in lost} == {0, 1}, "and not in the third"
+    assert exponents[40] >= 10 > exponents[100]
+    saved = json.loads(json.dumps(it.to_dict()))
+    it = pilot(layerwise=False)
+    it.load(saved)
+    assert json.loads(json.dumps(it.to_dict())) == saved
+
+
+def test_what_a_part_needs_is_not_forgotten_while_it_cannot_be_seen():
+    """After an overflow the probe is taken lower down, where it shows only zeros."""
+    it = pilot(layerwise=False)
+    exponent = 8 + it.saw(record(0, 8, -8), 0, WIDE)
+    it.saw(record(20, exponent, None, True), 20, overflowed=["a.weight"])
+    assert it.plan.needed == 10
+    dark = Histogram.from_bins([100] + [0] * (BINS - 1), -4, "float16")
+    it.saw(record(21, -4, -8), 21, Survey(GRAPH, (histogram(-12, -8), dark), {"a.weight": 1}))
+    assert it.plan.needed == 10
+    dark = Histogram.from_bins([100] + [0] * (BINS - 1), 12, "float16")
+    it.saw(record(22, 12, -8), 22, Survey(GRAPH, (histogram(-12, -8), dark), {"a.weight": 1}))
+    assert it.plan.needed < 0, "it has become smaller"
+
+
 def test_in_8_bits_the_exponent_is_the_probed_batchs():
     """A harder one saturates; bits kept free for it would be missing in all other steps."""
     it = pilot(format="float8_e4m3fn")

@@ -7,7 +7,7 @@ trained on the CPU in fp16 autocast, from two seeds.
 
 import pytest
 import torch
-from regime_harness import CLASSES, WIDTH, compare, train
+from regime_harness import CLASSES, WAYS, WIDTH, batches, compare, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -245,3 +245,44 @@ def test_a_head_in_the_middle_that_begins_late_costs_no_more_steps_than_with_tor
             run = train(HeadInTheMiddle, loss_of, way, seed, rate=2e-3, rows=ROWS, steps=120)
             skips[way] += run[0]
     assert skips["layers"] <= skips["torch"]
+
+
+# A spike, and small gradients.
+
+
+class FaintBranch(nn.Module):
+    """A trunk, and a branch that is added with a weight of 2^-18."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.branch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        x = torch.relu(self.trunk(x))
+        return self.head(x + self.branch(x) * 2.0**-18).float()
+
+
+@pytest.mark.parametrize("way", ["one scale", "layers"])
+def test_after_a_spike_small_gradients_come_back_as_they_do_with_torchs_scaler(way):
+    """Room was kept for 64 steps, in which a part that needs 2^8 was all zeros at 2^0."""
+    lost = {way: after_a_spike(way) for way in ("torch", way)}
+    assert lost[way] < lost["torch"] + 0.03
+
+
+def after_a_spike(way):
+    """The largest share of zeros in a gradient of the branch, from a dozen steps after it on."""
+    torch.manual_seed(0)
+    model = FaintBranch()
+    scaler, optimizer = WAYS[way](model), torch.optim.SGD(model.parameters(), lr=0.0)
+    shares = []
+    for step, (x, y) in enumerate(batches(0, 60, ROWS)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x), y) * (2.0**20 if 20 <= step < 23 else 1.0)
+        scaler.scale(loss).backward()
+        grads = [model.branch[layer].weight.grad for layer in (0, 2)]
+        shares.append(max((grad == 0).float().mean().item() for grad in grads))
+        scaler.step(optimizer)
+        scaler.update()
+    return max(shares[36:])

@@ -127,6 +127,7 @@ def find_bounds(
     tolerance: float,
     headroom: int,
     growth: int = 0,
+    known_low: int = MIN_EXPONENT,
 ) -> Bounds:
     """The bounds of one component.
 
@@ -137,18 +138,22 @@ def find_bounds(
         headroom: bits to keep free above the largest gradient.
         growth: further bits to keep free, as far as ``low`` allows: for gradients that grow, and
             for what is larger than anything in sight.
+        known_low: the lower end that an earlier look has shown. A tensor of nothing but zeros still
+            needs it, if it was looked at below.
     """
     low, high = _in_sight(histogram, format, tolerance, headroom)
+    shown = format.min_subnormal - histogram.floor
+    dark = any(tensor.dark and tensor.share > tolerance for tensor in histogram.each)
+    if histogram.nonfinite or (dark and shown < known_low):
+        low = max(low, known_low)
     free = high
     high = max(high - growth, min(low, high))
     interval, reserved = _clamped(low, high), free - high
-    shown = format.min_subnormal - histogram.floor
     if histogram.nonfinite:
         return Bounds(interval, OutOfSight.NOT_FINITE, shown, reserved=reserved)
     climb = max(_climb(tensor, tolerance, largest_climb(format)) for tensor in histogram.each)
     if climb and shown < high and shown + climb <= MAX_EXPONENT:
         return Bounds(interval, OutOfSight.LOWEST_OCTAVE, shown, shown + climb, reserved)
-    dark = any(tensor.dark and tensor.share > tolerance for tensor in histogram.each)
     zeros = OutOfSight.ONLY_ZEROS if dark else None
     return Bounds(interval, zeros, shown, reserved=reserved)
 

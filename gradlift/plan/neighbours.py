@@ -40,6 +40,10 @@ def without_what_is_lost_anyway(
     for i, histogram in enumerate(histograms):
         if histogram is not None and not histogram.nonfinite:
             asked = list(lowest_exponents(histogram, formats[i], tolerance))
+            if found[i].interval.low > max((low for _, low in asked), default=MIN_EXPONENT):
+                # What it showed when it was last looked at high enough, and at which cut is not
+                # known any more.
+                asked.append((None, found[i].interval.low))
             result[i] = found[i].asking(
                 max((min(low, given.get(cut, low)) for cut, low in asked), default=MIN_EXPONENT),
                 max((given.get(cut, MAX_EXPONENT) for cut, _ in asked), default=MIN_EXPONENT),

@@ -47,6 +47,8 @@ DEFAULT_INTERVAL = 200
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
 # before the exponent rises. One batch may have gradients far smaller than the next.
 PATIENCE = saved.PATIENCE
+# Clean steps after which a burst of large gradients is over, if it was no longer than that.
+CALM = 8
 # Probes whose largest gradients are remembered for the forecast.
 REMEMBERED = saved.REMEMBERED
 # Where torch's scaler begins, and the clean steps after which it doubles its scale.
@@ -245,10 +247,13 @@ class Pilot:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.
             own = record.amax + moved
-            self._limit = plan.limit(max([own, *self._known]) if self.format.saturates else own)
+            most = max(own, _largest_of(self._history)) if self.format.saturates else own
+            self._limit = plan.limit(most)
         if self._at_stake:
-            target = min(target, self._limit - max(self._known, default=-MAX_EXPONENT))
-        self.schedule.planned(now, probe_again=plan.probe_again)
+            target = min(target, self._limit - _largest_of(self._without_burst()))
+        # Below the exponents of the plan another look would show what this one did.
+        held = target < plan.global_exponent and not record.overflow
+        self.schedule.planned(now, probe_again=plan.probe_again and not held)
         return target
 
     def _choose(
@@ -342,8 +347,20 @@ class Pilot:
         return found
 
     @property
-    def _known(self) -> list[int]:
-        return [peak for peak in self._history if peak is not None]
+    def _least(self) -> int:
+        """The exponent below which small gradients pay for room; none above torch's first."""
+        return MIN_EXPONENT if self.plan is None else min(self.plan.needed, TORCH_EXPONENT)
+
+    def _without_burst(self) -> list[int | None]:
+        """The history without what was large in a few steps in a row and not since, where small
+        gradients pay for the room. Two bursts are no accident, and stay."""
+        least = self._least
+        large = [peak is not None and self._limit - peak < least for peak in self._history]
+        burst = [at for at, found in enumerate(large) if found]
+        alone = bool(burst) and burst[-1] - burst[0] < CALM and not any(large[-CALM:])
+        if not alone or self.format.saturates:
+            return self._history
+        return [None if found else p for p, found in zip(self._history, large, strict=True)]
 
     @property
     def _at_stake(self) -> bool:
@@ -358,7 +375,12 @@ class Pilot:
             return expected
         if not self._at_stake or record.went_on is not None:
             return expected
-        target = predict(expected, self._history, limit=self._limit, patience=PATIENCE)
+        history = self._without_burst()
+        target = predict(expected, history, limit=self._limit, patience=PATIENCE)
+        if target == expected and history != self._history:
+            target = max(expected, min(self._least, self._limit - _largest_of(history)))
+            if target > expected:
+                self.schedule.probe_by(now + 1)
         if target < expected and self.plan.active:
             # Perhaps it is one part alone that has grown, and the others could stay.
             self.schedule.met_unplanned(now + 1)
@@ -434,6 +456,10 @@ class Pilot:
 def _modules(graph: Graph, components: Iterable[int]) -> list[str]:
     """The first module of each; a name of nothing for one without."""
     return [(graph.components[i].modules or ("",))[0] for i in components]
+
+
+def _largest_of(history: Iterable[int | None]) -> int:
+    return max((peak for peak in history if peak is not None), default=-MAX_EXPONENT)
 
 
 def _reach(survey: Survey, offsets: Sequence[int]) -> int:

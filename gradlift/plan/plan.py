@@ -129,6 +129,13 @@ class Plan:
         """Bits by which all exponents may rise before the first one leaves its interval."""
         return min(planned.interval.high - planned.exponent for planned in self.components)
 
+    @cached_property
+    def needed(self) -> int:
+        """The lowest global exponent at which no component loses small gradients, as far as it has
+        one at all."""
+        found = ((c.interval, c.exponent - self.global_exponent) for c in self.components)
+        return max(min(interval.low, interval.high) - offset for interval, offset in found)
+
     def limit(self, amax: int) -> int:
         """The most that global exponent plus amax may come to, for ``predict``.
 

@@ -35,7 +35,7 @@ from gradlift.plan.histogram import Histogram
 from gradlift.plan.neighbours import may_grow_by, without_what_is_lost_anyway
 from gradlift.plan.paper_planner import PaperExponents, lower, paper_exponents
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
-from gradlift.plan.potential import MAX_EXPONENT
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.zhao2019 import CutStatistics, Zhao2019
 
 
@@ -78,8 +78,11 @@ def choose(
     before = _before(graph, last)
     spread = _spread(graph, histograms)
     grown = forecast or [0] * count
+    loss = MAX_EXPONENT if last is None else last.global_exponent
     found = [
-        _bounds(histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i])
+        _bounds(
+            histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i], loss
+        )
         for i in range(count)
     ]
     found = without_what_is_lost_anyway(graph, histograms, formats, found, tolerance)
@@ -176,20 +179,33 @@ def _bounds(
     tolerance: float,
     headroom: int,
     growth: int,
+    loss: int,
 ) -> Bounds:
     """What a component allows; what was seen of one that took in an inf says nothing."""
     if histogram is None or (spread and before):
         if before is None:
             return Bounds(ANY)
         return Bounds(before.interval, reserved=before.reserved)
-    return find_bounds(
+    found = find_bounds(
         replace(histogram, nonfinite=0) if spread else histogram,
         format,
         tolerance=tolerance,
         headroom=headroom,
         growth=growth
         + (0 if histogram.nonfinite else _kept_free(before, histogram, format, headroom)),
+        known_low=_known_low(before, histogram, loss),
     )
+    if before and histogram.peak is None and found.shown < before.interval.low:
+        # Zeros are all that it can show below what it needs.
+        return replace(found, interval=before.interval, reserved=before.reserved)
+    return found
+
+
+def _known_low(before: PlannedComponent | None, histogram: Histogram, loss: int) -> int:
+    """The lower end that still stands. One that overflowed above the loss's exponent has grown."""
+    if before is None or (histogram.nonfinite and before.exponent > loss):
+        return MIN_EXPONENT
+    return before.interval.low
 
 
 def _kept_free(
