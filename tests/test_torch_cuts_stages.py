@@ -121,10 +121,10 @@ def test_a_gradient_kept_between_two_graphs(staged):
     """As where embeddings of many batches are compared at once: their gradient is kept, and the
     trunk's pass begins there, at no scaled loss. The scaler sees it as a stage."""
     torch.manual_seed(1)
-    model = nn.ModuleDict({"trunk": nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))})
-    model["head"] = nn.Linear(16, 4)
+    layers = [nn.Linear(16, 16) for _ in range(12)]
+    model = nn.ModuleDict({"trunk": nn.Sequential(*layers), "head": nn.Linear(16, 4)})
     with torch.no_grad():
-        for layer in model["trunk"]:
+        for layer in layers:
             layer.weight.mul_(0.2)
     scaler = AdaptiveGradScaler(model, "cpu")
     if staged:
