@@ -223,9 +223,10 @@ def train(
     parameters = list(network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=task.learning_rate, eps=task.epsilon)
     scaler = build_scaler(way, task, network, device)
+    recorder = None
     if record is not None and isinstance(scaler, GradScaler) and scaler.is_enabled():
         record.unlink(missing_ok=True)
-        scaler.record_to(record)
+        recorder = scaler.record_to(record)
     zeroed = counted = skipped = 0
     inputs, labels = data.train, data.train_labels
     for step in range(task.steps):
@@ -245,7 +246,7 @@ def train(
         scaler.update()
         skipped += way == "torch" and scaler.get_scale() < before
         on_step(loss.item(), before)
-    for recorder in getattr(scaler, "_recorders", ()):
+    if recorder is not None:
         recorder.close()
     skipped = skipped if way == "torch" else scaler.skipped_steps
     # What the trained weights are worth, in float32 for every way.

@@ -62,6 +62,7 @@ class Format:
         return self.bits == 8
 
 
+# The narrowest first.
 FORMATS = {
     format.name: format
     for format in (
@@ -171,7 +172,7 @@ def _round_tensor(
     value = x.to(torch.float64 if wide else torch.float32)
     exponent = torch.frexp(value).exponent - 1
     quantum = exponent.clamp(min=format.min_exponent) - format.mantissa_bits
-    steps = value * _power_of_two(-quantum, value.dtype)
+    steps = value * power_of_two(-quantum, value.dtype)
     if stochastic:
         # Of the magnitude: random numbers are coarse, and that shall favour no sign.
         steps = steps.abs()
@@ -182,7 +183,7 @@ def _round_tensor(
         steps = below + (steps - below > chance)
     else:
         steps = steps.round()
-    y = steps * _power_of_two(quantum, value.dtype)
+    y = steps * power_of_two(quantum, value.dtype)
     limit = format.max_value if saturate else math.inf if format.has_inf else math.nan
     # An infinite value is asked for by name: frexp leaves its exponent open.
     y = torch.where((y.abs() > format.max_value) | value.isinf(), limit, y.abs())
@@ -190,7 +191,7 @@ def _round_tensor(
     return y.to(x.dtype)
 
 
-def _power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``2.0 ** exponent`` from its bits: ``pow`` and ``ldexp`` may be off by a bit on a GPU."""
     import torch
 

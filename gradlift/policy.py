@@ -345,3 +345,16 @@ def _count(value: Any, name: str, least: int = 1) -> int:
     if not least <= value < 2**31:
         raise ValueError(f"{name} must be between {least} and 2**31 - 1, got {value!r}")
     return value
+
+
+def check_steps(value: Any, name: str) -> None:
+    """Refuses what is no number of steps."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of steps above 0, got {value!r}")
+
+
+def check_power_of_two(value: Any, name: str) -> None:
+    """Refuses what is no power of two."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or math.frexp(value)[0] != 0.5:
+        raise ValueError(f"{name} must be a power of two, got {value!r}")

@@ -236,14 +236,10 @@ def versioned(**layouts: Check) -> Check:
     return check
 
 
-class Odd:
-    """Shown in a message as the words that it holds."""
+class Odd(str):
+    """Words that a message shows as they are, in place of the value."""
 
-    def __init__(self, words: str) -> None:
-        self._words = words
-
-    def __repr__(self) -> str:
-        return self._words
+    __repr__ = str.__str__
 
 
 def at(inner: Check, value: Any, *place: Any) -> Any:

@@ -1,6 +1,7 @@
 """One thread, Triton's interpreter without a GPU, and GPU tests skipped there one by one."""
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -19,6 +20,16 @@ if not torch.cuda.is_available():
 # clash and the process dies.
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
+
+
+# Importing every test makes a million objects, which stay: the collector would go through them
+# again and again, a second at a time. It waits until they are there, and then leaves them out.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 # More than a few seconds each: `make test-long`, which CI runs after `make test`.

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from test_torch_ranks import once
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -220,11 +221,13 @@ BODIES = {
 }
 
 
-def one_rank(rank, path, results):
+def one_rank(rank, folder):
     # torch announces changes of its own here, in a process without pytest's filters.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
     seen = {}
     for body, stock in BODIES.items():
         for kind in (*stock, "gradlift"):
@@ -233,7 +236,7 @@ def one_rank(rank, path, results):
             except RuntimeError as error:
                 seen[body.__name__, kind] = str(error)
             dist.barrier()
-    results[rank] = seen
+    torch.save(seen, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # torch's gloo threads abort now and then when a process exits by itself
@@ -241,11 +244,11 @@ def one_rank(rank, path, results):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ranks") / "rendezvous"
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(one_rank, (path, results), nprocs=RANKS)
-        rows = [results[rank] for rank in range(RANKS)]
+    def work(folder):
+        mp.spawn(one_rank, (folder,), nprocs=RANKS)
+
+    folder = once(tmp_path_factory, "complaints", work)
+    rows = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
     return {key: [row[key] for row in rows] for key in rows[0]}
 
 

@@ -7,7 +7,6 @@
 
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -171,8 +170,14 @@ def test_scale_and_unscale_are_exact_up_to_the_ends_of_the_range():
 EIGHT_BITS = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 
-@pytest.mark.parametrize("mode", ["standard", "strict"])
-@pytest.mark.parametrize("dtype", [*EIGHT_BITS, jnp.float16, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        # What strict mode lets pass promotes nothing, so that standard mode does the same.
+        *((d, "strict") for d in (*EIGHT_BITS, jnp.float16, jnp.bfloat16, jnp.complex64)),
+        (jnp.float16, "standard"),
+    ],
+)
 def test_every_dtype_is_scaled_and_counted_in_every_promotion_mode(dtype, mode):
     from gradlift.jax.evaluation import count_exponents, times_power
 
@@ -721,27 +726,27 @@ def test_float16_trains_on_a_gpu():
     assert half < 1.1 * full + 0.02
 
 
-@pytest.mark.parametrize(
-    ("module", "missing", "extra"),
-    [
-        ("gradlift.jax", "jax", r"gradlift[jax]"),
-        ("gradlift.jax.flax", "flax", r"gradlift[jax]"),
-        ("gradlift.jax.jmp", "jmp", "jmp"),
-        ("gradlift.keras", "keras", r"gradlift[keras]"),
-    ],
-)
-def test_a_missing_framework_names_the_extra(module, missing, extra):
-    script = f"""
-        import sys
-        sys.modules[{missing!r}] = None
-        try:
-            import {module}
-        except ImportError as error:
-            assert {extra!r} in str(error), error
-        else:
-            raise SystemExit("imported without {missing}")
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+MISSING = """
+import importlib, sys
+for module, missing, extra in (
+    ("gradlift.jax", "jax", "gradlift[jax]"),
+    ("gradlift.jax.flax", "flax", "gradlift[jax]"),
+    ("gradlift.jax.jmp", "jmp", "jmp"),
+    ("gradlift.keras", "keras", "gradlift[keras]"),
+):
+    sys.modules[missing] = None
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        assert extra in str(error), error
+    else:
+        raise SystemExit(f"{module} was imported without {missing}")
+    del sys.modules[missing]
+"""
+
+
+def test_a_missing_framework_names_the_extra():
+    subprocess.run([sys.executable, "-c", MISSING], check=True)
 
 
 def test_a_missing_optax_names_the_extra(monkeypatch):

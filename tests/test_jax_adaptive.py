@@ -73,6 +73,11 @@ def assert_same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def programs(scaler):
+    """How many were compiled for its steps."""
+    return scaler._jitted._cache_size()
+
+
 def run(scaler, state, steps, size=doubling, start=0):
     """The state after some steps, and how many of them were skipped."""
     flags = []
@@ -86,7 +91,7 @@ def test_growing_gradients_skip_no_step_where_a_dynamic_scale_skips_many():
     scaler = gl.adaptive(loss_fn)
     state, skipped = run(scaler, scaler.init(PARAMS, X, doubling(0)), 260)
     assert skipped == 0
-    assert scaler._jitted._cache_size() == 2  # a step and a probe
+    assert programs(scaler) == 2  # a step and a probe
     assert state.loss_scale.skipped_steps == 0
 
     step = jax.jit(gl.value_and_grad(loss_fn))
@@ -106,7 +111,7 @@ def multiplications(jaxpr):
 
 def test_while_one_exponent_serves_all_cuts_cost_a_step_nothing():
     def chain(params, x, mark):
-        for i in range(DEPTH):
+        for i in range(6):
             x = jnp.tanh(x @ params["w"][i].astype(jnp.float16) + 1)
             x = gl.cut(x, f"layer {i}") if mark else x
         return jnp.mean(x.astype(jnp.float32) ** 2)
@@ -125,7 +130,7 @@ def test_while_one_exponent_serves_all_cuts_cost_a_step_nothing():
             state, params, X.astype(jnp.float16)
         )
         counts.append(multiplications(jaxpr.jaxpr))
-        assert scaler._jitted._cache_size() == 2
+        assert programs(scaler) == 2
     assert counts[0] == counts[1]
 
 
@@ -138,7 +143,7 @@ def test_a_plan_that_comes_and_goes_compiles_three_programs():
         state, _ = scaler(state, steep if 32 <= i < 64 else even, X, 1.0)
         active.append(bool(scaler.plan and scaler.plan.active))
     assert [active[31], active[63], active[95]] == [False, True, False]
-    assert scaler._jitted._cache_size() <= 3
+    assert programs(scaler) <= 3
 
 
 def test_a_float64_gradient_beyond_float32_is_finite():
@@ -182,18 +187,26 @@ def test_every_layer_has_its_gradient(jax_device):
 
 def test_prediction_on_the_device_is_the_hosts():
     rng = np.random.default_rng(3)
-    step = jax.jit(records.predicted)
+    step, returned = jax.jit(records.predicted), 0
     for case in range(300):
         length = rng.integers(0, PATIENCE + 1)
         slope, start = rng.uniform(-0.3, 0.3), rng.integers(-30, 20)
         peaks = [int(start + slope * i + rng.integers(-1, 2)) for i in range(length)]
         history = [None if rng.random() < 0.05 * (case % 3) else peak for peak in peaks]
+        if case % 2 and length > 20:
+            # A burst, or two, in the middle or near the end.
+            for at in rng.integers(length - 20, length, size=case % 4 // 2 + 1):
+                history[at : at + 3] = [40] * len(history[at : at + 3])
         exponent, limit = int(rng.integers(-10, 30)), int(rng.integers(-5, 13))
+        least = int(rng.integers(-24, 17))
         rows = [records.NOTHING] * (PATIENCE - length)
         rows += [records.NOTHING if peak is None else peak for peak in history]
-        found = step(jnp.int32(exponent), jnp.asarray(rows, jnp.int32), jnp.int32(limit))
-        assert found == predict(exponent, history, limit=limit, patience=PATIENCE), case
-        assert step(jnp.int32(exponent), jnp.asarray(rows, jnp.int32), records.NO_LIMIT) == exponent
+        here = jnp.int32(exponent), jnp.asarray(rows, jnp.int32)
+        expected = predict(exponent, history, limit=limit, patience=PATIENCE, least=least)
+        assert step(*here, jnp.int32(limit), jnp.int32(least)) == expected, case
+        returned += expected == least > exponent + 1
+        assert step(*here, records.NO_LIMIT, jnp.int32(least)) == exponent
+    assert returned >= 3, "after bursts"
 
 
 def test_an_overflow_is_blamed_on_the_component_whose_parameters_show_it():
@@ -427,7 +440,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 sys.path.insert(0, "tests")
-from test_jax_adaptive import PARAMS, X, doubling, loss_fn
+from test_jax_adaptive import PARAMS, X, doubling, loss_fn, programs
 from gradlift import jax as gl
 
 assert len(jax.devices()) == 8
@@ -438,7 +451,7 @@ scaler = gl.adaptive(loss_fn)
 state = scaler.init(params, x, 1.0)
 for i in range(30):
     state, out = scaler(state, params, x, doubling(i))
-assert scaler._jitted._cache_size() == 2, scaler._jitted._cache_size()
+assert programs(scaler) == 2, programs(scaler)
 for leaf in jax.tree.leaves(state):
     shares = [np.asarray(s.data) for s in leaf.addressable_shards]
     assert len(shares) == 8 and all((s == shares[0]).all() for s in shares)
@@ -462,7 +475,7 @@ def test_eight_devices_have_one_plan_and_their_checkpoint_loads_on_one():
     for i in range(30, 50):
         state, out = scaler(state, PARAMS, x, doubling(i))
         assert out.finite
-    assert scaler._jitted._cache_size() <= 2
+    assert programs(scaler) <= 2
 
 
 @pytest.mark.parametrize(
@@ -473,6 +486,7 @@ def test_eight_devices_have_one_plan_and_their_checkpoint_loads_on_one():
         (lambda s, state: gl.adaptive(loss_fn)(state, PARAMS, X), "call scaler.init"),
         (lambda s, state: gl.adaptive(loss_fn, interval=0), "interval .* got 0"),
         (lambda s, state: gl.adaptive(loss_fn, init_scale=3.0), "power of two, got 3.0"),
+        (lambda s, state: gl.adaptive(loss_fn, format="float12"), "unknown format .float12."),
         (lambda s, state: gl.adaptive(loss_fn, tolerance=2.0), "tolerance"),
     ],
 )

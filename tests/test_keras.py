@@ -1,5 +1,6 @@
 """Keras on each of its backends, which it reads from the environment once a process."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("keras")
+# Not imported here: that would load TensorFlow into every run of the tests.
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="needs Keras")
 
 FILES = ("keras_on_backend.py", "keras_adaptive_on_backend.py")
 CHECKS = [str(Path(__file__).with_name(name)) for name in FILES]

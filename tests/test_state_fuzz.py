@@ -49,7 +49,7 @@ def replaced(state, path, value):
 @pytest.mark.parametrize("name", TARGETS)
 @settings(
     derandomize=True,
-    max_examples=150,
+    max_examples=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,

@@ -154,12 +154,12 @@ def test_new_values_compile_nothing_and_new_cuts_once():
 def test_cuts_in_ever_new_places_stay_below_torchs_limit_of_compilations():
     """Beyond the limit ``fullgraph=True`` raises, and a training would end by its scaler."""
     torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(14)))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
     engine = Engine(compiled)
     neutral = step(compiled, model, engine)
-    for last in range(12):
-        offsets = {"": 0, **{str(i): 3 if i <= last else 0 for i in range(14)}}
+    for last in range(9):
+        offsets = {"": 0, **{str(i): 3 if i <= last else 0 for i in range(10)}}
         engine.follow(offsets, active=[str(last)])
         step(compiled, model, engine)
         probed(engine, compiled, model)

@@ -68,7 +68,7 @@ def train_two_tasks(seed, steps=250, **options):
     return torch.tensor(seen[-30:]).mean(0).tolist()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_planned_exponents_train_what_one_scale_flushes(seed):
     exact = train_two_tasks(seed)
     planned = train_two_tasks(seed, format=E4M3, emulate=True)

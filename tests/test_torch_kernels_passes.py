@@ -359,8 +359,7 @@ def dense_tensors(dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("taken", [0.0, 4.0])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("taken", "sign"), [(0.0, -1.0), (4.0, 1.0), (4.0, -1.0)])
 def test_update_agrees_with_float64(backend: Any, rule: Rule, taken: float, sign: float) -> None:
     torch.manual_seed(3)
     slots = [slot_of(p, rule, torch.float32, None) for p in dense_tensors(torch.float32)]

@@ -166,7 +166,7 @@ for step in itertools.count():
 
 def test_a_run_killed_at_any_moment_reads_back_all_but_its_last_line(tmp_path: Path):
     moments = random.Random(7)
-    for kill in range(20):
+    for kill in range(8):
         path = tmp_path / f"{kill}.jsonl"
         child = subprocess.Popen(
             [sys.executable, "-c", WRITE_FOR_EVER, str(path)], stdout=subprocess.PIPE, bufsize=0
@@ -347,10 +347,9 @@ class Log:
 def test_tensorboard_and_wandb_get_the_same_numbers():
     model, board, log = make_model(), Board(), Log()
     scaler = AdaptiveGradScaler(model, "cpu", interval=4)
-    for target in (board, log):
-        scaler.record_to(target)
+    recorders = [scaler.record_to(target) for target in (board, log)]
     train(scaler, model, [1.0] * 12, max_norm=1.0)
-    for recorder in scaler._recorders:
+    for recorder in recorders:
         recorder.close()
     assert [row["gradlift/step"] for row in log.rows] == list(range(12))
     flat = [(tag, float(v), row["gradlift/step"]) for row in log.rows for tag, v in row.items()]

@@ -112,13 +112,17 @@ def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# Clean steps lie between those that are skipped: Triton's interpreter, which is slow, takes no run
+# of clean steps alone.
+RUNS = [(b, bad) for b in BACKENDS for bad in ((0, 1, 4), ()) if bad or b is BACKENDS[-1]]
+
+
+@pytest.mark.parametrize(("backend", "bad_steps"), RUNS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("bad_steps", [(), (0, 1, 4)], ids=["clean", "skips"])
 def test_steps_agree_with_torch(backend: Any, name: str, bad_steps: tuple[int, ...]) -> None:
     ours, theirs = params_of(), params_of()
     left, right = OPTIMIZERS[name](two_groups(ours)), OPTIMIZERS[name](two_groups(theirs))
-    for step in range(7):
+    for step in range(6):
         scale = 2.0 ** (10 + step)
         for params in (ours, theirs):
             set_grads(params, step, scale, bad=step in bad_steps)
@@ -453,7 +457,7 @@ def test_masters_are_a_float32_run_rounded(backend: Any, dtype: torch.dtype, nam
     wide = [nn.Parameter(p.detach().float()) for p in halves]
     left = MasterWeights(OPTIMIZERS[name](two_groups(halves)))
     right = OPTIMIZERS[name](two_groups(wide))
-    for step in range(5):
+    for step in range(4):
         set_grads(halves, step, 8.0, bad=step == 1)
         for p, q in zip(halves, wide, strict=True):
             assert p.grad is not None

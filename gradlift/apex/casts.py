@@ -83,11 +83,11 @@ class _Replaced(NamedTuple):
     owner: Any
     name: str
     original: Function
-    own: bool  # whether the owner's own namespace held it, or a base class
+    own: bool  # whether the owner's own namespace held it, and not a base class's
 
 
 class _State:
-    """The one state of the process, as torch's namespaces are."""
+    """What is replaced; one for the process, since torch's namespaces are."""
 
     def __init__(self) -> None:
         self.active = False
@@ -111,7 +111,7 @@ def turn_on(devices: Iterable[str]) -> None:
     for device in _state.devices:
         torch.set_autocast_dtype(device, torch.float16)
         torch.set_autocast_enabled(device, True)
-    # The users' first: a function of theirs may be in a list too, and their word counts.
+    # What the user registered comes first: it holds where a list below names the same function.
     for (owner, name), wrap in _state.registered.items():
         _replace(owner, name, wrap)
     tables = (_half_on_cpu, HALF_ON_CPU), (float_function, FLOAT), (promote_function, PROMOTE)

@@ -129,7 +129,7 @@ class Stash:
                 param.copy_(master)
 
     def forget_grads(self) -> None:
-        self._checks.clear()  # an overflow in gradients that are gone
+        self._checks.clear()  # these gradients are dropped, and their overflows with them
         self.scaled_by = None
         self._aside.clear()
         self.drop_grads()

@@ -67,7 +67,7 @@ class LossScaler:
             self.scaler.unscale_(optimizer)
         states = self.scaler._per_optimizer_states
         found = [for_trainers.found_inf(self.scaler, optimizer) for optimizer in optimizers]
-        any_inf = torch.stack(found).amax()  # a loss that overflowed spoils all it reached
+        any_inf = torch.stack(found).amax()  # an overflow in one skips the step of all
         for optimizer in optimizers:
             stash_of(optimizer).merge(optimizer, self, any_inf)
         if any(state["found_inf_per_device"] for state in states.values()):

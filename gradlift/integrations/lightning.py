@@ -54,11 +54,10 @@ class _Scaling:
     _trainer_kin: Any
     _fabric_kin: Any
 
-    def _begin(self, scaler: ScalerSource, device: str, log: bool) -> None:
+    def _begin(self, scaler: ScalerSource, device: str) -> None:
         source.check(scaler)
         self._source = scaler
         self._autocast_device = device
-        self._log = log
         self._modules: list[nn.Module] = []
         self._scaler: GradScaler | None = None
         self._in_trainer = False
@@ -251,7 +250,7 @@ class _Scaling:
         """Log without waiting for the device: what is logged are tensors."""
         scaler = self.scaler
         counted = for_trainers.scale_and_skips(scaler)
-        if not self._log or counted is None:
+        if counted is None:
             return
         for name, value in zip(("scale", "skipped_steps"), counted, strict=True):
             model.log(f"gradlift/{name}", value)
@@ -297,19 +296,16 @@ class GradLiftPrecision(
     Args:
         scaler: a ``GradScaler``, a policy, a function from the model to a scaler, or None.
         device: the device type for autocast; CUDA if there is any.
-        log: whether to log under a Trainer.
     """
 
     _trainer_kin = trainer_plugins.MixedPrecision
     _fabric_kin = fabric_plugins.MixedPrecision
 
-    def __init__(
-        self, scaler: ScalerSource = None, device: str | None = None, *, log: bool = True
-    ) -> None:
+    def __init__(self, scaler: ScalerSource = None, device: str | None = None) -> None:
         self.precision = "16-mixed"
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._desired_input_dtype = torch.float16
-        self._begin(scaler, self.device, log)
+        self._begin(scaler, self.device)
 
     def convert_input(self, data: Any) -> Any:
         return data if self._in_trainer else fabric_plugins.MixedPrecision.convert_input(self, data)
@@ -328,16 +324,16 @@ class GradLiftFSDPPrecision(
     """``GradLiftPrecision`` for the FSDP strategy, which takes no other kind of plugin.
 
     The ranks decide together whether a step is skipped, fused optimizers included, and gradients
-    can be clipped by norm. Arguments as for ``GradLiftPrecision``.
+    can be clipped by norm. ``scaler`` as for ``GradLiftPrecision``.
     """
 
     _trainer_kin = trainer_plugins.FSDPPrecision
     _fabric_kin = fabric_plugins.FSDPPrecision
 
-    def __init__(self, scaler: ScalerSource = None, *, log: bool = True) -> None:
+    def __init__(self, scaler: ScalerSource = None) -> None:
         self.precision = "16-mixed"
         self._desired_input_dtype = torch.float32
-        self._begin(scaler, "cuda", log)
+        self._begin(scaler, "cuda")
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """The norm is that of all shards together, which the wrapped model knows to compute."""

@@ -40,11 +40,10 @@ def build(source: ScalerSource, model: nn.Module | None, device: str) -> GradSca
     """The scaler itself.
 
     Args:
-        source: what the user gave.
+        source: what the user gave, after ``check``.
         model: what the trainer trains, unwrapped; None where it does not know yet.
         device: the device type of the losses, for a scaler that is made here.
     """
-    check(source)
     if isinstance(source, GradScaler):
         return source
     if source is None or isinstance(source, (Static, Dynamic)):

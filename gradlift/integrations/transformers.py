@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradlift.integrations import source
 from gradlift.integrations.accelerate import PreparedScaler, prepare_scaler
 from gradlift.integrations.source import ScalerSource
 
@@ -46,7 +45,6 @@ class GradLiftMixin:
     gradlift: PreparedScaler | None = None
 
     def __init__(self, *args: Any, scaler: ScalerSource = None, **kwargs: Any) -> None:
-        source.check(scaler)
         self._scaler_source = scaler
         super().__init__(*args, **kwargs)
         accelerator = self.accelerator  # type: ignore[attr-defined]

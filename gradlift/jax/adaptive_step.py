@@ -40,6 +40,7 @@ class AdaptiveState:
         offsets: int32, shape (components,): exponents relative to the loss's; None in steps that
             are no probe while one exponent serves all.
         limit: int32, 0-d: the most that exponent plus largest gradient may come to.
+        least: int32, 0-d: the lowest exponent that keeps small gradients.
         records: int32, shape (64, 6): the last steps, see ``records.py``.
         overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
             that overflowed.
@@ -49,6 +50,7 @@ class AdaptiveState:
     loss_scale: LossScaleState
     offsets: jax.Array | None
     limit: jax.Array
+    least: jax.Array
     records: jax.Array
     overflowed: jax.Array
     bins: jax.Array | None
@@ -63,7 +65,7 @@ class AdaptiveState:
         return self.loss_scale.scale
 
 
-ARRAYS = ("offsets", "limit", "records", "overflowed")
+ARRAYS = ("offsets", "limit", "least", "records", "overflowed")
 jax.tree_util.register_dataclass(
     AdaptiveState, data_fields=("loss_scale", *ARRAYS, "bins"), meta_fields=()
 )
@@ -95,7 +97,7 @@ def take_step(
         bad_loss=bad_loss,
         went_on=records.exponents(out.state.scale),
     )
-    rows = records.went_on(rows, state.limit, before.policy)
+    rows = records.went_on(rows, state.limit, state.least, before.policy)
     loss_scale = out.state.replace(scale=records.power(rows[-1, records.WENT_ON]))
     # Gradients of a bad loss say nothing about who overflowed.
     kept = finite | bad_loss

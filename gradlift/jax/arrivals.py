@@ -1,4 +1,4 @@
-"""What the host learns of adaptive steps, some of them late.
+"""What the host learns of adaptive steps, some steps after they were taken.
 
 ``Sent`` is on its way: arrays that the device may still be computing, copied so that a step which
 donates its state cannot take them away. ``Arrived`` is the same in numbers, for the pilot, and for
@@ -91,5 +91,5 @@ class Sent:
 
 @jax.jit
 def copied(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Buffers of their own."""
+    """The same arrays in buffers of their own."""
     return tuple(map(jnp.copy, arrays))

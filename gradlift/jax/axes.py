@@ -6,7 +6,8 @@ Inside ``shard_map`` JAX tracks which arrays differ over an axis, and what is ri
                  itself, and an average taken afterwards would be one of sums
     gradients    averaged over an axis where each device has a loss of its own, summed where the
                  loss is one already (the function averaged it itself)
-    decisions    one over the axes asked for, and over all others that they would differ on
+    decisions    the same on all devices of the axes asked for, and of every other axis over which
+                 the devices would decide differently
 
 With ``pmap``, ``vmap`` and ``check_vma=False`` nothing is tracked: there JAX's own sums come out
 as averages of equal terms, and a decision is one over the whole mesh.

@@ -78,7 +78,7 @@ def analyse(program: Program, arguments: dict[int, Any], loss: Any) -> Analysis:
 
 
 class _Analyst:
-    """Walks the program once forward and once back, then joins."""
+    """Finds the variables that gradients pass, joins them into components, and lists the sites."""
 
     def __init__(self, program: Program, arguments: dict[int, Any], loss: Any) -> None:
         self.nodes = list(program.walk())
@@ -103,7 +103,7 @@ class _Analyst:
             self.stored[self._component(x)].add(str(self.dtypes[x]))
 
     def _hand_on(self) -> None:
-        """Finds what else is an argument: its share on a device, its slice in a turn."""
+        """Counts as arguments what stands for one inside: a device's share, a turn's slice."""
         for node in self.nodes:
             if isinstance(node, Link) and node.hands_on and _is_in(node.source, self.arguments):
                 self.arguments[node.target] = node.aval.dtype
@@ -235,9 +235,7 @@ class _Analyst:
 
     def _format(self, number: int) -> str:
         """The narrowest format that a component's gradients are stored in."""
-        known = [format for name, format in FORMATS.items() if name in self.stored[number]]
-        # Of two with as many bits the one with the narrower range.
-        return min(known, key=lambda f: (f.bits, f.max_exponent)).name if known else "float32"
+        return next((name for name in FORMATS if name in self.stored[number]), "float32")
 
 
 def _is_in(atom: Any, variables: Any) -> bool:

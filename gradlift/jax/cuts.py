@@ -57,13 +57,9 @@ from gradlift.plan.planner import choose
 from gradlift.plan.potential import Graph
 
 
-def layerwise(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    axis_name: AxisName = None,
-) -> Layerwise:
-    """A loss function with cuts, turned into one with exponents.
+@dataclass(frozen=True)
+class Layerwise:
+    """A loss function with cuts, turned into one with exponents: ``run(offsets, *args)``.
 
     Args:
         fun: returns a scalar loss, or with ``has_aux`` a pair ``(loss, aux)``; arrays in.
@@ -71,12 +67,6 @@ def layerwise(
         has_aux: whether ``fun`` returns a pair.
         axis_name: as for ``value_and_grad``; histograms are summed over the axis.
     """
-    return Layerwise(fun, argnums, has_aux, axis_name)
-
-
-@dataclass(frozen=True)
-class Layerwise:
-    """What ``layerwise`` returns. Called with ``(offsets, *args)`` it is the loss function."""
 
     fun: Callable[..., Any]
     argnums: int | Sequence[int] = 0
@@ -179,6 +169,9 @@ class Layerwise:
         return jnp.where(finite, counts, 0).astype(jnp.int32)
 
 
+layerwise = Layerwise
+
+
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A loss function's program for arguments of certain shapes."""
@@ -260,7 +253,7 @@ class Traced:
                 continue
             at = exponent + int(offsets[site.downstream])
             if site.upstream is None:
-                # What became an infinity did so in the component, whatever the argument is in.
+                # An infinity arose in the component's format, whatever the argument's is.
                 format = self.graph.components[site.downstream].format or "float32"
                 arguments[site.downstream].append(Histogram.from_bins(counts, at, format))
                 continue
@@ -271,10 +264,8 @@ class Traced:
 
 
 def _merged(cuts: list[Histogram], arguments: list[Histogram]) -> Histogram | None:
-    """What passed the cuts of a component, and the largest gradients of its arguments.
-
-    Without a cut those have to tell all.
-    """
+    """What passed the cuts of a component, with the largest gradients of its arguments; where it
+    has no cut, these alone."""
     if not cuts:
         return Histogram.merge(arguments) if arguments else None
     found = Histogram.merge(cuts)

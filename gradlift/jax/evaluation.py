@@ -43,7 +43,8 @@ def evaluation(analysis: Analysis, offsets: jax.Array, tally: jax.Array | None) 
     up = [analysis.graph.loss if s.upstream is None else s.upstream for s in sites]
     down = [site.downstream for site in sites]
     shifts = offsets[np.array(up, int)] - offsets[np.array(down, int)]
-    # One site more for what is none, in the turns of a scan in which others have one.
+    # A last row, with no shift: a place that is a site in some turns of a scan only has it in the
+    # others.
     shifts = jnp.append(shifts, 0)
     if tally is not None:
         tally = jnp.concatenate([tally, jnp.zeros((1, BINS), tally.dtype)])

@@ -22,8 +22,8 @@ except ImportError as error:
     ) from error
 
 from gradlift.jax.axes import AxisName
-from gradlift.jax.state import LossScaleState, value_and_grad
-from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic
+from gradlift.jax.state import LossScaleState, flax_policy, value_and_grad
+from gradlift.policy import LARGEST_SCALE
 
 DynamicScaleResult = theirs.DynamicScaleResult
 
@@ -39,14 +39,8 @@ class DynamicScale(theirs.DynamicScale):
             object.__setattr__(self, "fin_steps", jnp.asarray(self.fin_steps, jnp.int32))
 
     def _state(self) -> LossScaleState:
-        floor = self.minimum_scale
-        policy = Dynamic.flax(
-            init_scale=LARGEST_SCALE,  # not used: the scale is here already
-            growth_factor=float(self.growth_factor),
-            backoff_factor=float(self.backoff_factor),
-            growth_interval=self.growth_interval,
-            min_scale=SMALLEST_SCALE if floor is None else max(float(floor), SMALLEST_SCALE),
-        )
+        # The start is not used: the scale is here already.
+        policy = flax_policy(self, LARGEST_SCALE, self.growth_interval)
         patience = jnp.asarray(1, jnp.int32)
         flags = jnp.asarray(True), jnp.asarray(0, jnp.int32)
         fin_steps = jnp.asarray(self.fin_steps, jnp.int32)

@@ -21,7 +21,8 @@ except ImportError as error:
     ) from error
 
 from gradlift import policy as rule
-from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, ScaleState
+from gradlift.jax.state import jmp_policy
+from gradlift.policy import LARGEST_SCALE, ScaleState
 
 
 @jax.tree_util.register_pytree_node_class
@@ -50,14 +51,8 @@ class DynamicLossScale(theirs.DynamicLossScale):
 
     def adjust(self, grads_finite: jax.Array) -> DynamicLossScale:
         """The next state."""
-        policy = Dynamic(
-            init_scale=LARGEST_SCALE,  # not used: the scale is here already
-            growth_factor=float(self.factor),
-            backoff_factor=1 / float(self.factor),
-            growth_interval=_whole(self.period),
-            min_scale=max(float(self.min_loss_scale), SMALLEST_SCALE),
-            max_scale=LARGEST_SCALE,
-        )
+        # The start is not used: the scale is here already.
+        policy = jmp_policy(self, LARGEST_SCALE, _whole(self.period))
         before = ScaleState(self.loss_scale, self.counter, jnp.asarray(1, jnp.int32))
         overflow = jnp.logical_not(jnp.asarray(grads_finite, bool))
         after = rule.update(policy, before, overflow, where=jnp.where)

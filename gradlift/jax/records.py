@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gradlift.plan.forecast import CALM
 from gradlift.plan.observations import Record
 from gradlift.plan.pilot import PATIENCE
 from gradlift.policy import Policy
@@ -64,7 +65,12 @@ def history(records: jax.Array) -> jax.Array:
 
 
 def predicted(
-    exponent: jax.Array, peaks: jax.Array, limit: jax.Array, slack: int = 3, ahead: int = 4
+    exponent: jax.Array,
+    peaks: jax.Array,
+    limit: jax.Array,
+    least: jax.Array,
+    slack: int = 3,
+    ahead: int = 4,
 ) -> jax.Array:
     """``gradlift.plan.forecast.predict`` on the device: int32, 0-d.
 
@@ -72,12 +78,18 @@ def predicted(
         exponent: of the latest step: int32, 0-d.
         peaks: what ``history`` gives: int32, shape (PATIENCE,).
         limit: int32, 0-d; ``NO_LIMIT`` where nothing can overflow.
+        least: int32, 0-d.
         slack: bits that are left unused rather than chased.
         ahead: steps by which a rising trend is carried on.
     """
+    every = jnp.arange(peaks.size, dtype=jnp.int32)
+    large = (peaks != NOTHING) & (limit - peaks < least)
+    first, last = jnp.where(large, every, peaks.size).min(), jnp.where(large, every, -1).max()
+    burst = large.any() & (last - first < CALM) & (last < peaks.size - CALM)
+    peaks = jnp.where(burst & large, NOTHING, peaks)
     known = peaks != NOTHING
     count = known.sum(dtype=jnp.int32)
-    at = jnp.where(known, jnp.arange(peaks.size, dtype=jnp.int32), 0)
+    at = jnp.where(known, every, 0)
     seen = jnp.where(known, peaks, 0)
     total_s, total_p = at.sum(dtype=jnp.int32), seen.sum(dtype=jnp.int32)
     rise = count * (at * seen).sum(dtype=jnp.int32) - total_s * total_p
@@ -86,19 +98,21 @@ def predicted(
     top = limit - peaks.max() - jnp.where(count >= 8, trend, 0)
     rises = (count >= peaks.size) & (exponent + slack < top)
     moved = jnp.minimum(exponent, top) + jnp.where(rises, 1, 0)
+    back = burst & (exponent < least) & (exponent <= top)
+    moved = jnp.where(back, jnp.maximum(exponent, jnp.minimum(least, top)), moved)
     return jnp.where((count == 0) | (limit == NO_LIMIT), exponent, moved)
 
 
-def went_on(records: jax.Array, limit: jax.Array, policy: Policy) -> jax.Array:
+def went_on(records: jax.Array, limit: jax.Array, least: jax.Array, policy: Policy) -> jax.Array:
     """``records`` with the exponent that the next step is to have in the last row.
 
     Args:
         records: with what the policy made of it there.
-        limit: see ``predicted``.
+        limit, least: see ``predicted``.
         policy: whose bounds the scale keeps.
     """
     last = records[-1]
-    ahead = predicted(last[EXPONENT], history(records), limit)
+    ahead = predicted(last[EXPONENT], history(records), limit, least)
     low, high = (math.frexp(bound)[1] - 1 for bound in (policy.min_scale, policy.max_scale))
     chosen = jnp.where(last[OVERFLOW] == 1, last[WENT_ON], jnp.clip(ahead, low, high))
     return records.at[-1, WENT_ON].set(chosen)

@@ -18,7 +18,6 @@ decide the same.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradlift import schema
-from gradlift.formats import get
+from gradlift.formats import FORMATS, get
 from gradlift.jax import records
 from gradlift.jax.adaptive_step import ARRAYS, AdaptiveState, take_step
 from gradlift.jax.arrivals import ARRIVED, Arrived, Sent, copied
@@ -43,61 +42,14 @@ from gradlift.plan.observations import ADVICE
 from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
-from gradlift.plan.potential import Graph
 from gradlift.plan.saved import PILOT
-from gradlift.policy import Dynamic
+from gradlift.policy import Dynamic, check_power_of_two, check_steps
 
 VERSION = 1
 # Steps between two looks of the host, once a plan was found.
 LOOK = 8
 # On an overflow: nobody knows how far the gradients jumped, and a probe brings the scale back.
 BACKOFF = 2.0**-4
-
-
-def adaptive(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    axis_name: AxisName = None,
-    *,
-    format: str | None = None,
-    tolerance: float = 1e-3,
-    headroom: int = 3,
-    interval: int | None = None,
-    init_scale: float = 2.0**8,
-) -> Adaptive:
-    """A scaler that finds its scale from the gradients, for each part of a loss function.
-
-    Example::
-
-        scaler = adaptive(loss_fn)          # loss_fn(params, batch) calls cut(h, "layer")
-        state = scaler.init(params, batch)
-        for batch in batches:
-            state, out = scaler(state, params, batch)
-            params = select(out.finite, new_params(params, out.grads), params)
-        print(scaler.plan)
-
-    Args:
-        fun: returns a scalar loss, or with ``has_aux`` a pair ``(loss, aux)``; arrays in. Without
-            a cut it has one scale, found in the same way.
-        argnums: the positions to differentiate.
-        has_aux: whether ``fun`` returns a pair.
-        axis_name: as for ``value_and_grad``.
-        format: the format that gradients are stored in; None for the narrowest in the jaxpr.
-        tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
-        headroom: bits to keep free above the largest gradient seen.
-        interval: steps between two probes; None for 200.
-        init_scale: the scale of the first step, a power of two.
-    """
-    _check_settings(interval, init_scale)
-    check_limits(tolerance, headroom)
-
-    def pilot(graph: Graph) -> Pilot:
-        found = {get(c.format or "float32") for c in graph.components}
-        narrowest = min(found, key=lambda f: (f.bits, f.max_exponent))
-        return Pilot(narrowest if format is None else get(format), tolerance, headroom, interval)
-
-    return Adaptive(Layerwise(fun, argnums, has_aux, axis_name), pilot, init_scale)
 
 
 def _numbers(value: Any) -> np.ndarray:
@@ -123,16 +75,53 @@ SAVED = schema.record(
 
 
 class Adaptive:
-    """What ``adaptive`` returns. It serves one run: the plan and its history are here.
+    """A scaler that finds its scale from the gradients, for each part of a loss function.
 
-    Called with ``(state, *args)`` it returns the next state and a ``ValueAndGrad``. Inside ``jit``
-    it is the step alone, and ``adjust(state)`` is called outside after it.
+    It serves one run: the plan and its history are here. Inside ``jit`` a call of it is the step
+    alone, and ``adjust(state)`` is called outside after it.
+
+    Example::
+
+        scaler = adaptive(loss_fn)          # loss_fn(params, batch) calls cut(h, "layer")
+        state = scaler.init(params, batch)
+        for batch in batches:
+            state, out = scaler(state, params, batch)
+            params = select(out.finite, new_params(params, out.grads), params)
+        print(scaler.plan)
+
+    Args:
+        fun: returns a scalar loss, or with ``has_aux`` a pair ``(loss, aux)``; arrays in. Without
+            a cut it has one scale, found in the same way.
+        argnums: the positions to differentiate.
+        has_aux: whether ``fun`` returns a pair.
+        axis_name: as for ``value_and_grad``.
+        format: the format that gradients are stored in; None for the narrowest in the jaxpr.
+        tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
+        headroom: bits to keep free above the largest gradient seen.
+        interval: steps between two probes; None for 200.
+        init_scale: the scale of the first step, a power of two.
     """
 
     def __init__(
-        self, run: Layerwise, new_pilot: Callable[[Graph], Pilot], init_scale: float
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: AxisName = None,
+        *,
+        format: str | None = None,
+        tolerance: float = 1e-3,
+        headroom: int = 3,
+        interval: int | None = None,
+        init_scale: float = 2.0**8,
     ) -> None:
-        self._run, self._new_pilot = run, new_pilot
+        if interval is not None:
+            check_steps(interval, "interval")
+        check_power_of_two(init_scale, "init_scale")
+        check_limits(tolerance, headroom)
+        self._run = Layerwise(fun, argnums, has_aux, axis_name)
+        self._format = None if format is None else get(format)
+        self._settings = tolerance, headroom, interval
         self._policy = Dynamic(
             init_scale=init_scale,
             growth_interval=2**31 - 1,
@@ -146,7 +135,7 @@ class Adaptive:
         self._looked = self._seen = -1
         self._queue: deque[Sent | Arrived] = deque()
         self._offsets: tuple[int, ...] = ()
-        self._limit = records.NO_LIMIT
+        self._limits = records.NO_LIMIT, 0
 
     @property
     def plan(self) -> Plan | None:
@@ -167,15 +156,19 @@ class Adaptive:
         """
         traced = self._run.trace_any(*args)
         parameters = Parameters.of(traced, [args[n] for n in self._run.wanted])
-        self._model, self._pilot = (traced, parameters), self._new_pilot(traced.graph)
+        found = {component.format for component in traced.graph.components}
+        narrowest = next(format for name, format in FORMATS.items() if name in found)
+        self._model = traced, parameters
+        self._pilot = Pilot(self._format or narrowest, *self._settings)
         self._steps, self._looked, self._seen = None, -1, -1
         self._queue.clear()
         self._offsets = (0,) * len(traced.graph.components)
-        self._limit = _limit(self._pilot)
+        self._limits = limit, least = _limits(self._pilot)
         state = AdaptiveState(
             init(self._policy),
             None,
-            jnp.asarray(self._limit, jnp.int32),
+            jnp.asarray(limit, jnp.int32),
+            jnp.asarray(least, jnp.int32),
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
             None,
@@ -199,7 +192,8 @@ class Adaptive:
         return self.adjust(state), out
 
     def adjust(self, state: AdaptiveState, steps: int = 1) -> AdaptiveState:
-        """What the host has to say after a step inside ``jit``: plans, probes.
+        """The state with the plan and the probe that the host decides on, after a step inside
+        ``jit``.
 
         Args:
             state: the state that the step returned.
@@ -261,7 +255,7 @@ class Adaptive:
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
         self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
-        self._limit = int(arrays["limit"])
+        self._limits = int(arrays["limit"]), int(arrays["least"])
         loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
         own = {name: arrays[name] for name in ARRAYS}
         state = state.replace(loss_scale=loss_scale, **own)
@@ -273,7 +267,8 @@ class Adaptive:
     # On the host
 
     def _look(self, state: AdaptiveState) -> AdaptiveState:
-        """Sends for what the last steps have left, and heeds what was sent for before."""
+        """Starts to copy the records of the last steps to the host, and shows the pilot those
+        whose copy was started at the look before."""
         pilot, traced, parameters = self._check(state)
         assert self._steps is not None
         sent = copied(state.records, state.overflowed)
@@ -310,9 +305,10 @@ class Adaptive:
         if offsets != self._offsets:
             self._offsets = offsets
             state = self._formed(state, probing=False)
-        if (limit := _limit(pilot)) != self._limit:
-            self._limit = limit
-            state = state.replace(limit=_like(limit, state.limit))
+        if (limits := _limits(pilot)) != self._limits:
+            self._limits = limits
+            limit, least = (_like(each, state.limit) for each in limits)
+            state = state.replace(limit=limit, least=least)
         return state
 
     def _formed(self, state: AdaptiveState, probing: bool) -> AdaptiveState:
@@ -336,24 +332,17 @@ class Adaptive:
         return self._pilot, *self._model
 
 
-def _check_settings(interval: Any, init_scale: Any) -> None:
-    whole = isinstance(interval, int) and not isinstance(interval, bool)
-    if interval is not None and not (whole and interval >= 1):
-        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
-    number = isinstance(init_scale, (int, float)) and not isinstance(init_scale, bool)
-    if not number or math.frexp(init_scale)[0] != 0.5:
-        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+adaptive = Adaptive
 
 
-def _limit(pilot: Pilot) -> int:
-    return records.NO_LIMIT if pilot.limit is None else pilot.limit
+def _limits(pilot: Pilot) -> tuple[int, int]:
+    """``AdaptiveState.limit`` and ``least``."""
+    return records.NO_LIMIT if pilot.limit is None else pilot.limit, pilot.least
 
 
 def _like(values: Any, array: jax.Array) -> jax.Array:
-    """Numbers as an array that lies where another does, and is bound there if that is.
-
-    Otherwise the next step would compile again.
-    """
+    """Numbers as an array on the devices of another, committed to them if that one is: otherwise
+    the next step would compile again."""
     new = np.asarray(values, array.dtype)
     return jax.device_put(new, array.sharding) if array.committed else jnp.asarray(new)
 

@@ -273,10 +273,18 @@ def finish(
     """Unscale, combine, check, agree, update."""
     loss = value[0] if has_aux else value
     grads = axes.combine(unscale(state, grads), loss, axis_name)
+    state, finite = decided(state, grads, loss, axis_name)
+    return ValueAndGrad(state, finite, value, grads)
+
+
+def decided(
+    state: LossScaleState, grads: Any, loss: Any, axis_name: AxisName
+) -> tuple[LossScaleState, jax.Array]:
+    """The state after a step, and whether its gradients are finite, as all devices agree."""
     flags = all_finite(grads), all_finite(loss)
     over = axes.deciding(flags[0] & flags[1], state.scale, axis_name)
     finite, loss_finite = (axes.agree(flag, over) for flag in flags)
-    return ValueAndGrad(update(state, finite, loss_finite), finite, value, grads)
+    return update(state, finite, loss_finite), finite
 
 
 def check_floor(state: LossScaleState) -> None:
@@ -307,15 +315,21 @@ def from_flax(dynamic_scale: Any) -> LossScaleState:
     Args:
         dynamic_scale: a ``flax.training.dynamic_scale.DynamicScale`` outside ``jit``.
     """
-    now, floor = float(dynamic_scale.scale), dynamic_scale.minimum_scale
-    policy = Dynamic.flax(
-        init_scale=now,
+    now = float(dynamic_scale.scale)
+    policy = flax_policy(dynamic_scale, now, int(dynamic_scale.growth_interval) + 1)
+    return _state(policy, ScaleState(now, int(dynamic_scale.fin_steps), policy.hysteresis))
+
+
+def flax_policy(dynamic_scale: Any, init_scale: float, growth_interval: int) -> Dynamic:
+    """The rule of a Flax ``DynamicScale``, with a start and a window of one's own."""
+    floor = dynamic_scale.minimum_scale
+    return Dynamic.flax(
+        init_scale=init_scale,
         growth_factor=float(dynamic_scale.growth_factor),
         backoff_factor=float(dynamic_scale.backoff_factor),
-        growth_interval=int(dynamic_scale.growth_interval) + 1,
+        growth_interval=growth_interval,
         min_scale=SMALLEST_SCALE if floor is None else max(float(floor), SMALLEST_SCALE),
     )
-    return _state(policy, ScaleState(now, int(dynamic_scale.fin_steps), policy.hysteresis))
 
 
 def from_jmp(loss_scale: Any) -> LossScaleState:
@@ -328,15 +342,20 @@ def from_jmp(loss_scale: Any) -> LossScaleState:
     now = float(loss_scale.loss_scale)
     if not hasattr(loss_scale, "counter"):
         return init(Static(now))
-    policy = Dynamic.jmp(
-        now,
+    policy = jmp_policy(loss_scale, now, int(loss_scale.period))
+    return _state(policy, ScaleState(now, int(loss_scale.counter), policy.hysteresis))
+
+
+def jmp_policy(loss_scale: Any, init_scale: float, growth_interval: int) -> Dynamic:
+    """The rule of a ``jmp.DynamicLossScale``, with a start and a window of one's own."""
+    return Dynamic.jmp(
+        init_scale,
         growth_factor=float(loss_scale.factor),
         backoff_factor=1 / float(loss_scale.factor),
-        growth_interval=int(loss_scale.period),
+        growth_interval=growth_interval,
         min_scale=max(float(loss_scale.min_loss_scale), SMALLEST_SCALE),
         max_scale=LARGEST_SCALE,
     )
-    return _state(policy, ScaleState(now, int(loss_scale.counter), policy.hysteresis))
 
 
 def inexact(x: Any) -> bool:

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradlift.jax import axes
 from gradlift.jax.axes import AxisName
 from gradlift.jax.state import (
     LossScaleState,
-    all_finite,
     at_least_float32,
     checked,
+    decided,
     inexact,
     init,
     plain,
     select,
     unscale,
-    update,
 )
 from gradlift.policy import Policy
 
@@ -81,18 +79,12 @@ def loss_scaled(
         updates: Any, state: LossScaledState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaledState]:
         grads = unscale(state.loss_scale, updates)
-        flags = all_finite(grads), all_finite(extra_args.get("value"))
-        over = axes.deciding(flags[0] & flags[1], state.loss_scale.scale, axis_name)
-        finite, loss_finite = (axes.agree(flag, over) for flag in flags)
+        loss = extra_args.get("value")
+        loss_scale, finite = decided(state.loss_scale, grads, loss, axis_name)
         grads = select(finite, grads, jax.tree.map(jnp.zeros_like, grads))
         out, inner_state = wrapped.update(grads, state.inner, _float32(params), **extra_args)
-        return (
-            select(finite, out, jax.tree.map(jnp.zeros_like, out)),
-            LossScaledState(
-                update(state.loss_scale, finite, loss_finite),
-                select(finite, inner_state, state.inner),
-            ),
-        )
+        out = select(finite, out, jax.tree.map(jnp.zeros_like, out))
+        return out, LossScaledState(loss_scale, select(finite, inner_state, state.inner))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -8,8 +8,8 @@ and ``jax.jit``, and nothing waits for the host. In pseudo-code; ``follow`` has 
     otherwise:    the next exponent is ``forecast.predict`` of the last gradients and the limit
     long clean:   a limit that an overflow lowered rises by one, up to float16's
 
-The limit is there because only the gradients of variables are seen. What is larger on its way to
-them overflows first, and an overflow is all that tells of it.
+The limit is there because only the gradients of variables are seen. Gradients of activations can be
+larger; they overflow first, and that overflow is the only sign of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import keras
 from gradlift.formats import get
 from gradlift.keras.pending import dense
 from gradlift.plan.pilot import PATIENCE
-from gradlift.policy import Dynamic, ScaleState
+from gradlift.policy import Dynamic, ScaleState, check_power_of_two
 
 # Keras has no types; what its decorators let a checker infer is wrong.
 ops: Any = keras.ops
@@ -61,10 +61,9 @@ class Adaptive:
     on_floor: str | Callable[[Any], object] = "warn"
 
     def __post_init__(self) -> None:
-        rule = self.rule
+        _ = self.rule  # which refuses what is no scale at all
         for name in ("init_scale", "min_scale", "max_scale"):
-            if math.frexp(getattr(rule, name))[0] != 0.5:
-                raise ValueError(f"{name} must be a power of two, got {getattr(self, name)!r}")
+            check_power_of_two(getattr(self, name), name)
         if type(self.headroom) is not int or not 0 <= self.headroom < _LARGEST:
             raise ValueError(
                 f"headroom must be a whole number from 0 to {_LARGEST - 1}, got {self.headroom!r}"
@@ -97,7 +96,7 @@ class Trend(NamedTuple):
 
 
 def largest(grads: list[Any]) -> Any:
-    """floor(log2) of the largest of ``grads``, int32, 0-d; below ``NOTHING`` never.
+    """floor(log2) of the largest of ``grads``, int32, 0-d; ``NOTHING`` where all are zero.
 
     Args:
         grads: true gradients, at least one, any float dtype.

@@ -365,8 +365,8 @@ def from_keras(
         optimizer: Keras's; its inner optimizer is taken over, not copied.
         policy: the rule from now on; Keras's own numbers when left out.
     """
-    scale, steps = optimizer.initial_scale, optimizer.dynamic_growth_steps
-    policy = Dynamic.keras(init_scale=scale, growth_interval=steps) if policy is None else policy
+    if policy is None:
+        policy = _policy(optimizer.initial_scale, optimizer.dynamic_growth_steps, dynamic=True)
     ours = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, name=optimizer.name)
     if optimizer.built:
         ours.build(optimizer._trainable_variables)

@@ -1,12 +1,17 @@
 """Where gradients are going: a trend between probes, and the global exponent between them.
 
 Exponents of true gradients are followed, never stored ones, so a change of the exponent is no
-change of the history. Both functions are pure and work on whole numbers of the last steps.
+change of the history. All functions are pure and work on whole numbers of the last steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from gradlift.plan.potential import MIN_EXPONENT
+
+# Clean steps after which a burst of large gradients is over, if it was no longer than that.
+CALM = 8
 
 
 def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap: int = 8) -> int:
@@ -45,6 +50,21 @@ def _climb(points: Sequence[tuple[int, int]], ahead: int) -> int:
     return rise * ahead // run if run else 0
 
 
+def without_burst(history: Sequence[int | None], limit: int, least: int) -> list[int | None]:
+    """A history as ``predict`` takes it, without what was large in a few steps in a row and not
+    since, where small gradients pay for the room. Two bursts are no accident, and stay.
+
+    Args:
+        history, limit: as for ``predict``.
+        least: the lowest exponent that keeps small gradients.
+    """
+    large = [peak is not None and limit - peak < least for peak in history]
+    burst = [at for at, found in enumerate(large) if found]
+    if not burst or burst[-1] - burst[0] >= CALM or any(large[-CALM:]):
+        return list(history)
+    return [None if found else peak for peak, found in zip(history, large, strict=True)]
+
+
 def predict(
     exponent: int,
     history: Sequence[int | None],
@@ -53,11 +73,13 @@ def predict(
     patience: int = 32,
     slack: int = 3,
     ahead: int = 4,
+    least: int = MIN_EXPONENT,
 ) -> int:
     """The global exponent of the next step, before anything overflows.
 
     Lowered at once when exponent plus largest recent gradient comes above ``limit``; raised by
-    one when it has stayed more than ``slack`` below for ``patience`` steps; held otherwise.
+    one when it has stayed more than ``slack`` below for ``patience`` steps, and to ``least`` when
+    a burst is over; held otherwise.
 
     Args:
         exponent: the exponent of the latest step.
@@ -68,12 +90,13 @@ def predict(
         patience: steps that must agree before the exponent rises.
         slack: bits that are left unused rather than chased.
         ahead: steps by which a rising trend is carried on, for ``slack`` bits at most.
+        least: the lowest exponent that keeps small gradients, see ``without_burst``.
 
     Examples:
         >>> predict(12, [-2, -1, 2], limit=12)
         10
     """
-    recent = history[-patience:]
+    recent = without_burst(history[-patience:], limit, least)
     known = [peak for peak in recent if peak is not None]
     if not known:
         return exponent
@@ -83,4 +106,6 @@ def predict(
     top = limit - max(known) - trend
     if exponent > top:
         return top
+    if recent != list(history[-patience:]) and exponent < least:
+        return max(exponent, min(least, top))
     return exponent + (len(known) >= patience and exponent + slack < top)

@@ -31,9 +31,10 @@ from gradlift import schema
 from gradlift.formats import Format, get
 from gradlift.plan import saved
 from gradlift.plan.bounds import largest_climb
-from gradlift.plan.forecast import growth, predict
+from gradlift.plan.forecast import growth, predict, without_burst
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import Histogram
+from gradlift.plan.history import History
 from gradlift.plan.module_offsets import ModuleOffsets
 from gradlift.plan.observations import ADVICE, Record, Survey
 from gradlift.plan.overflows_above import OverflowsAbove
@@ -47,8 +48,6 @@ DEFAULT_INTERVAL = 200
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
 # before the exponent rises. One batch may have gradients far smaller than the next.
 PATIENCE = saved.PATIENCE
-# Clean steps after which a burst of large gradients is over, if it was no longer than that.
-CALM = 8
 # Probes whose largest gradients are remembered for the forecast.
 REMEMBERED = saved.REMEMBERED
 # Where torch's scaler begins, and the clean steps after which it doubles its scale.
@@ -89,7 +88,7 @@ class Pilot:
         self.plan: Plan | None = None
         self._offsets = ModuleOffsets()
         self._limit = self.format.max_exponent - headroom
-        self._history: list[int | None] = []
+        self._history = History()
         self._shifts: list[tuple[int, int]] = []
         self._peaks: dict[str, list[tuple[int, int | None]]] = {}
         self._graph: Graph | None = None
@@ -158,7 +157,7 @@ class Pilot:
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
         if record.went_on is not None:
             expected = record.went_on + before - record.exponent
-        self._history = [*self._history, self._largest(record)][-PATIENCE:]
+        self._remember(record)
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
             self.schedule.probe_after(now)
@@ -181,20 +180,17 @@ class Pilot:
             self._offsets.keep_past(now, offsets)
         return target - expected
 
-    def _largest(self, record: Record) -> int | None:
-        """What a step tells of the largest gradient, for the history.
-
-        Of one that overflowed it is the least that it can have been: the probes in between may all
-        see batches far smaller, and would lead back to where every such step is lost.
-        """
+    def _remember(self, record: Record) -> None:
+        """Of a step that overflowed, how high its exponent was: the probes in between may all see
+        batches far smaller, and would lead back to where every such step is lost."""
         if record.went_on is None and record.step <= self._offsets.past_until:
-            return None
+            return self._history.add(None)
         if not record.overflow:
-            return record.amax
+            return self._history.add(record.amax)
         # In terms of the true gradient only where nothing runs above the loss's exponent.
         one_scale = self.plan is None or self.plan.one_exponent_serves
         known = not record.bad_loss and (record.went_on is None or one_scale)
-        return self._limit + self.headroom + 1 - record.exponent if known else None
+        return self._history.add(None, record.exponent - self.headroom - 1 if known else None)
 
     def _shifted_since(self, step: int) -> int:
         self._shifts = [(at, by) for at, by in self._shifts if at >= step]
@@ -238,19 +234,22 @@ class Pilot:
         self._graph, self._owners = graph, dict(survey.owners)
         self._offsets.forget_unmet(graph)
         forecast = self._forecast(record.step, graph, survey.histograms)
+        offsets = self._offsets.current
         plan = self._choose(record, graph, survey.histograms, forecast, survey.cut_statistics)
         target = plan.global_exponent
         # What was seen at the last offsets would be larger or smaller by this at the new ones.
         moved = _reach(survey, plan.offsets) - before if record.went_on is None else 0
-        self._history = [None if peak is None else peak + moved for peak in self._history]
+        if self._offsets.current != offsets:
+            self._history.move(moved)
         if record.amax is not None and not record.overflow:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.
             own = record.amax + moved
-            most = max(own, _largest_of(self._history)) if self.format.saturates else own
-            self._limit = plan.limit(most)
+            known = _largest_of(self._history.peaks(self._limit))
+            self._limit = plan.limit(max(own, known) if self.format.saturates else own)
         if self._at_stake:
-            target = min(target, self._limit - _largest_of(self._without_burst()))
+            rest = without_burst(self._history.peaks(self._limit), self._limit, self.least)
+            target = min(target, self._limit - _largest_of(rest))
         # Below the exponents of the plan another look would show what this one did.
         held = target < plan.global_exponent and not record.overflow
         self.schedule.planned(now, probe_again=plan.probe_again and not held)
@@ -324,7 +323,7 @@ class Pilot:
         target = self._choose(record, self._graph, histograms).global_exponent
         if self._offsets.current != offsets and record.went_on is None:
             # The largest gradients were those of a part that is lower now.
-            self._history = [None for _ in self._history]
+            self._history.forget()
         return target
 
     def _forecast(
@@ -347,20 +346,12 @@ class Pilot:
         return found
 
     @property
-    def _least(self) -> int:
-        """The exponent below which small gradients pay for room; none above torch's first."""
-        return MIN_EXPONENT if self.plan is None else min(self.plan.needed, TORCH_EXPONENT)
-
-    def _without_burst(self) -> list[int | None]:
-        """The history without what was large in a few steps in a row and not since, where small
-        gradients pay for the room. Two bursts are no accident, and stay."""
-        least = self._least
-        large = [peak is not None and self._limit - peak < least for peak in self._history]
-        burst = [at for at, found in enumerate(large) if found]
-        alone = bool(burst) and burst[-1] - burst[0] < CALM and not any(large[-CALM:])
-        if not alone or self.format.saturates:
-            return self._history
-        return [None if found else p for p, found in zip(self._history, large, strict=True)]
+    def least(self) -> int:
+        """The exponent below which small gradients pay for room; none above torch's first. Where
+        overflow saturates no room is kept, and the paper's rule raises nothing between probes."""
+        if self.plan is None or self.format.saturates or self.rule:
+            return MIN_EXPONENT
+        return min(self.plan.needed, TORCH_EXPONENT)
 
     @property
     def _at_stake(self) -> bool:
@@ -373,14 +364,14 @@ class Pilot:
                 # Nothing but zeros was in sight, and now there is something.
                 self.schedule.probe_by(now + 1)
             return expected
-        if not self._at_stake or record.went_on is not None:
+        if not self._at_stake:
             return expected
-        history = self._without_burst()
-        target = predict(expected, history, limit=self._limit, patience=PATIENCE)
-        if target == expected and history != self._history:
-            target = max(expected, min(self._least, self._limit - _largest_of(history)))
-            if target > expected:
-                self.schedule.probe_by(now + 1)
+        peaks = self._history.peaks(self._limit)
+        target = predict(expected, peaks, limit=self._limit, patience=PATIENCE, least=self.least)
+        if target > expected + 1:
+            self.schedule.probe_by(now + 1)
+        elif record.went_on is not None:
+            return expected
         if target < expected and self.plan.active:
             # Perhaps it is one part alone that has grown, and the others could stay.
             self.schedule.met_unplanned(now + 1)
@@ -405,12 +396,12 @@ class Pilot:
             "format": self.format.name,
             "plan": self.plan and self.plan.to_dict(),
             "limit": self._limit,
-            "history": list(self._history),
             "shifts": [list(shift) for shift in self._shifts],
             "graph": self._graph and asdict(self._graph),
             "owners": dict(self._owners),
             "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
             "clean": self._clean,
+            **self._history.to_dict(),
             **self._offsets.to_dict(),
             **self.above.to_dict(),
             **self.schedule.to_dict(),
@@ -429,7 +420,7 @@ class Pilot:
     def follow(self, read: Mapping[str, Any]) -> None:
         """Goes on from a state that ``saved.PILOT`` has read."""
         self.plan, self._limit = read["plan"], read["limit"]
-        self._history, self._shifts = list(read["history"]), list(read["shifts"])
+        self._history, self._shifts = History.resumed(read), list(read["shifts"])
         self._peaks, self._clean = dict(read["peaks"]), read["clean"]
         self._graph, self._owners = read["graph"], dict(read["owners"])
         # New parts: a copy of this pilot may be asked first whether a state can be loaded.

@@ -167,6 +167,7 @@ PILOT = record(
     next_probe=STEP,
     limit=whole(-1000, 1000),
     history=list_of(optional(EXPONENT), most=PATIENCE),
+    tops=Since(list_of(optional(EXPONENT), most=PATIENCE), ()),
     shifts=list_of(row(STEP, SHIFT)),
     in_a_row=COUNT,
     graph=optional(GRAPH),

@@ -54,13 +54,13 @@ _HOLDERS = {name: f"#0a0b{i:02x}" for i, name in enumerate(_COLORS)}
 _MARKERS = {"forward": "X", "inf": "v", "nan": "s", "unknown": "o"}
 
 
-def timeline_svg(runs: Sequence[Run], narrow: bool = False) -> str:
+def timeline_svg(runs: Sequence[Run], narrow: bool) -> str:
     """Scale, and below it loss and norm where they were recorded, over the steps of all runs."""
     key = f"timeline{'n' * narrow}"
     return _svg(timeline(runs, _HOLDERS, narrow=narrow), key, {})
 
 
-def landscape_svg(summary: Summary, key: str, narrow: bool = False) -> str:
+def landscape_svg(summary: Summary, key: str, narrow: bool) -> str:
     """Modules by depth against log2 |g|, with the format's zones: one scale, and the plan."""
     key += "n" * narrow
     titles = {
@@ -69,11 +69,6 @@ def landscape_svg(summary: Summary, key: str, narrow: bool = False) -> str:
         for panel in "ab"
     }
     return _svg(landscape(summary, _HOLDERS, key, narrow=narrow), key, titles)
-
-
-def plans_svg(run: Run, key: str, narrow: bool = False) -> str:
-    """The exponents that modules ran at, and how many cuts were active, over the steps."""
-    return _svg(plans(run, _HOLDERS, narrow=narrow), f"{key}p{'n' * narrow}", {})
 
 
 def png(runs: Sequence[Run], summaries: Sequence[Summary]) -> bytes:
@@ -147,8 +142,9 @@ def _whole_octaves(axis: Any) -> None:
     axis.yaxis.get_major_locator().set_params(integer=True)
 
 
-def plans(run: Run, colors: Mapping[str, str], narrow: bool = False) -> Any:
-    """The figure of ``plans_svg``."""
+def plans_svg(run: Run, key: str, narrow: bool) -> str:
+    """The exponents that modules ran at, and how many cuts were active, over the steps."""
+    colors = _HOLDERS
     probes = [(r.step, [m.exponent for m in r.modules]) for r in run.records if r.modules]
     steps = [step for step, _ in probes]
     cuts = [(r.step, float(r.plan.active)) for r in run.records if r.plan is not None]
@@ -164,7 +160,7 @@ def plans(run: Run, colors: Mapping[str, str], narrow: bool = False) -> Any:
     axes[1].set_ylabel("cuts")
     axes[1].set_xlabel("step")
     _style(axes, colors)
-    return figure
+    return _svg(figure, f"{key}p{'n' * narrow}", {})
 
 
 def landscape(

@@ -93,7 +93,7 @@ class JsonlWriter:
             self._file = None
             raise ValueError(f"cannot record to {self.path}: {error.strerror}") from None
         head = {"run": {"started": time.time(), "from": step, **self._about}}
-        # A line that a kill cut off must not swallow ours.
+        # A line that a kill cut off is ended first, so that ours is a line of its own.
         self._write((b"\n" if self._torn else b"") + line_of(head))
         self._torn = False
 

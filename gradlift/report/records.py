@@ -44,7 +44,7 @@ class ModuleRecord:
     low: int | None = None
     """floor(log2) of the smallest true value in sight; None if there was none."""
     tenth: int | None = None
-    """A tenth of the values in sight lie below this; and so on."""
+    """A tenth of the values in sight lie below this; the three after it likewise."""
     median: int | None = None
     ninetieth: int | None = None
     high: int | None = None
@@ -72,7 +72,7 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step left behind. None is not known, which is not 0."""
+    """What is known of one step. None stands for what was not measured."""
 
     step: int
     scale: float

@@ -19,10 +19,12 @@ from gradlift.formats import Format, get
 from gradlift.report.records import ModuleRecord, PlanChange, Run, StepRecord, format_of
 
 Curve = tuple[tuple[int, float], ...]
-# A gradient that may have lost more than this share of its magnitude is worth a word.
+# A gradient that may have lost more than this share of its magnitude is reported.
 WORTH_A_WORD = 1e-3
-# Of a curve.
-POINTS = 2000
+# A run that skips so many steps one after the other is stuck: a scale is found in fewer.
+STUCK = 5
+# Of a curve, and skipped steps that are marked on one.
+POINTS, MARKS = 2000, 500
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Skips:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run comes to."""
+    """A run in numbers."""
 
     name: str
     scaler: str
@@ -257,11 +259,11 @@ def loss_curve(run: Run) -> Curve:
     return thin([point for point in losses if math.isfinite(point[1])], POINTS)
 
 
-def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:
+def skip_marks(run: Run) -> dict[str, Curve]:
     """Where steps were skipped, by cause: (step, log2 of the scale), at most one in a bucket."""
     marks: dict[str, dict[int, tuple[int, float]]] = {}
     first, last = run.records[0].step, run.records[-1].step
-    width = max(1, math.ceil((last - first + 1) / points))
+    width = max(1, math.ceil((last - first + 1) / MARKS))
     for record in run.records:
         if record.skipped:
             bucket = (record.step - first) // width
@@ -270,9 +272,9 @@ def skip_marks(run: Run, points: int = 500) -> dict[str, Curve]:
     return {cause: tuple(found.values()) for cause, found in sorted(marks.items())}
 
 
-def skipped_stretches(run: Run, least: int = 5) -> list[Skips]:
-    """Where at least so many recorded steps in a row were skipped."""
-    return [skips for skips in _skips(run.records) if skips.count >= least]
+def skipped_stretches(run: Run) -> list[Skips]:
+    """Where a run was stuck."""
+    return [skips for skips in _skips(run.records) if skips.count >= STUCK]
 
 
 def thin(curve: Sequence[tuple[int, float]], points: int) -> Curve:

@@ -11,11 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gradlift.report.diagnosis import shorten
-from gradlift.report.summary import WORTH_A_WORD, ModuleSummary, Skips, Summary
+from gradlift.report.summary import STUCK, WORTH_A_WORD, ModuleSummary, Skips, Summary
 
-# So many skipped steps at the end are no search for a scale.
-STUCK = 5
-# Steps from which on a first and a last loss tell something.
+# The loss of a run with fewer steps is not reported.
 MANY = 20
 
 _WHY = {
@@ -123,7 +121,7 @@ def _about_the_loss(summary: Summary) -> str:
 
 
 def _about_modules(summary: Summary) -> tuple[list[str], bool]:
-    """What the probes say, and whether it is bad."""
+    """Sentences on what the probes saw, and whether gradients are being lost."""
     if not summary.modules:
         return [
             "What was flushed to zero is not known, since no probe was recorded (gradlift diagnose "

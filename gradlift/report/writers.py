@@ -37,33 +37,39 @@ class Writer(Protocol):
 
 
 class Guarded:
-    """A writer whose failure ends the recording with a warning, and not the training.
+    """Where records go; a failure there ends the recording with a warning, and not the training.
 
     Args:
-        writer: where records go.
         name: what to call it.
+        write: takes a batch of records.
+        close: called once, when no more records will come.
     """
 
-    def __init__(self, writer: Writer, name: str) -> None:
-        self._writer: Writer | None = writer
-        self._name = name
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[Sequence[StepRecord]], object],
+        close: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._name, self._write, self._close = name, write, close
+        self._open = True
 
     def write(self, records: Sequence[StepRecord]) -> None:
         """Pass the records on, unless it has failed before."""
-        self._try(lambda writer: writer.write(records))
+        self._try(lambda: self._write(records))
 
     def close(self) -> None:
         """Close it, once."""
-        self._try(lambda writer: writer.close())
-        self._writer = None
+        self._try(self._close)
+        self._open = False
 
-    def _try(self, do: Any) -> None:
-        if self._writer is None:
+    def _try(self, do: Callable[[], object]) -> None:
+        if not self._open:
             return
         try:
-            do(self._writer)
+            do()
         except Exception as error:
-            self._writer = None
+            self._open = False
             warn(
                 f"gradlift stopped recording to {self._name}: {type(error).__name__}: {error}",
                 "gradlift-stopped-recording-to",
@@ -108,25 +114,6 @@ def _cell(value: Any) -> Any:
     return "" if value is None else jsonable(value)
 
 
-class ForEach:
-    """Hands over record after record; where they go belongs to the caller, and stays open.
-
-    Args:
-        take: gets each record.
-    """
-
-    def __init__(self, take: Callable[[StepRecord], object]) -> None:
-        self._take = take
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        """One call for each record."""
-        for record in records:
-            self._take(record)
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
 def _to_log(logger: Any, record: StepRecord) -> None:
     """Skips as warnings, plans as info, every step as debug."""
     if record.skipped:
@@ -147,40 +134,32 @@ def _to_board(board: Any, format: Format, record: StepRecord) -> None:
         board.add_scalar(tag, value, record.step)
 
 
-class WandbWriter:
-    """Passes records on to a W&B run, or anything with its ``log(dict)``.
+def _to_wandb(run: Any, format: Format) -> Callable[[Sequence[StepRecord]], None]:
+    """To a W&B run, or anything with its ``log(dict)``; one call for each record, or with W&B's
+    ``commit`` one for a batch.
 
     W&B gives every ``log`` call a step of its own, and drops what is logged for an earlier one: a
     row of ours between two of the caller's would cost the caller rows. So ours go into the row
     that the caller completes next (``commit=False``), with ``gradlift/step`` as their own axis.
     Of several records between two rows of the caller's the last one's values are kept, and
     ``gradlift/skips`` counts what happened in between.
-
-    Args:
-        run: has ``log(dict)``, and perhaps W&B's ``commit`` and ``define_metric``.
-        format: the format that gradients are stored in.
     """
+    if callable(getattr(run, "define_metric", None)):
+        run.define_metric("gradlift/step", hidden=True)
+        run.define_metric("gradlift/*", step_metric="gradlift/step")
+    waits = "commit" in _parameters(run.log)
 
-    def __init__(self, run: Any, format: Format) -> None:
-        self._run, self._format = run, format
-        self._waits = "commit" in _parameters(run.log)
-        if callable(getattr(run, "define_metric", None)):
-            run.define_metric("gradlift/step", hidden=True)
-            run.define_metric("gradlift/*", step_metric="gradlift/step")
-
-    def write(self, records: Sequence[StepRecord]) -> None:
-        """One call for each record; with W&B one for all of them."""
-        rows = [{"gradlift/step": r.step, **scalars(r, self._format)} for r in records]
-        if not self._waits:
+    def write(records: Sequence[StepRecord]) -> None:
+        rows = [{"gradlift/step": r.step, **scalars(r, format)} for r in records]
+        if not waits:
             for row in rows:
-                self._run.log(row)
+                run.log(row)
         elif rows:
             merged = {key: value for row in rows for key, value in row.items()}
             merged["gradlift/skipped"] = max(row["gradlift/skipped"] for row in rows)
-            self._run.log(merged, commit=False)
+            run.log(merged, commit=False)
 
-    def close(self) -> None:
-        """The run belongs to the caller, and stays open."""
+    return write
 
 
 def writer_for(
@@ -195,28 +174,34 @@ def writer_for(
     """
     if isinstance(target, (str, os.PathLike)):
         if Path(target).suffix.lower() == ".csv":
-            return Guarded(CsvWriter(target), str(target))
+            table = CsvWriter(target)
+            return Guarded(str(target), table.write, table.close)
         return JsonlWriter(target, about, first_step)
-    return Guarded(_foreign(target, format_of(about or {})), f"a {type(target).__name__}")
-
-
-def _foreign(target: Any, format: Format) -> Writer:
-    if isinstance(target, (logging.Logger, logging.LoggerAdapter)):
-        return ForEach(partial(_to_log, target))
-    if callable(getattr(target, "add_scalar", None)):
-        return ForEach(partial(_to_board, target, format))
-    if callable(getattr(target, "log_metrics", None)):
-        # As mlflow has it, and Lightning's loggers.
-        return ForEach(lambda r: target.log_metrics(scalars(r, format), step=r.step))
+    name, take = f"a {type(target).__name__}", _taker(target, format_of(about or {}))
+    if take is not None:
+        # What belongs to the caller stays open.
+        return Guarded(name, lambda records: [take(record) for record in records])
     if callable(getattr(target, "log", None)):
-        return WandbWriter(target, format)
+        return Guarded(name, _to_wandb(target, format_of(about or {})))
     if _is_writer(target):
-        return target
+        return Guarded(name, target.write, target.close)
     raise ValueError(
         "record_to takes a path, a logging.Logger, or an object with add_scalar(tag, value, step), "
         "log_metrics(dict, step=), log(dict), or write(records) and close(); got "
         f"{target!r}"
     )
+
+
+def _taker(target: Any, format: Format) -> Callable[[StepRecord], object] | None:
+    """What takes one record after the other; None where a batch is taken at once."""
+    if isinstance(target, (logging.Logger, logging.LoggerAdapter)):
+        return partial(_to_log, target)
+    if callable(getattr(target, "add_scalar", None)):
+        return partial(_to_board, target, format)
+    if callable(getattr(target, "log_metrics", None)):
+        # As mlflow has it, and Lightning's loggers.
+        return lambda r: target.log_metrics(scalars(r, format), step=r.step)
+    return None
 
 
 def _is_writer(target: Any) -> bool:

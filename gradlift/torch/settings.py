@@ -6,7 +6,6 @@ numbers beside it: each is an object of its own, which still is and shows the pl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import fields
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradlift.policy import PRESETS, Dynamic, Policy, Static
+from gradlift.policy import PRESETS, Dynamic, Policy, Static, check_power_of_two, check_steps
 from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.zhao2019 import resolve
 
@@ -129,12 +128,9 @@ def check_adaptive(model: Any, interval: Any, init_scale: float, layerwise: Any,
             "AdaptiveGradScaler needs the model that is trained, an nn.Module, as its first "
             f"argument, got {model if isinstance(model, str) else type(model).__name__!r}"
         )
-    if interval is not None and (
-        isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
-    ):
-        raise ValueError(f"interval must be a whole number of steps above 0, got {interval!r}")
-    if not isinstance(init_scale, (int, float)) or math.frexp(init_scale)[0] != 0.5:
-        raise ValueError(f"init_scale must be a power of two, got {init_scale!r}")
+    if interval is not None:
+        check_steps(interval, "interval")
+    check_power_of_two(init_scale, "init_scale")
     if not isinstance(layerwise, bool):
         raise ValueError(f"layerwise must be True or False, got {layerwise!r}")
     resolve(rule)

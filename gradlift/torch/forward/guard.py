@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.hooks import RemovableHandle
 
+from gradlift.formats import power_of_two
 from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.forward.values import values_of
 from gradlift.torch.names import Names
@@ -187,7 +188,7 @@ class Look:
         self._guard.mend(name, why)
         again = module.forward(*args, **kwargs)
         if largest == math.inf and _largest(again) == math.inf:
-            # Not the format's doing: a division by zero stays one.
+            # Not finite in float32 either, a division by zero for instance: mending is no help.
             self._guard.undo(name)
             return None
         return again
@@ -243,7 +244,7 @@ def _in_float32(module: nn.Module, plain: Forward, *args: Any, **kwargs: Any) ->
 
 
 def _half_of(module: Any, x: Tensor) -> torch.dtype | None:
-    """The type that a product would be computed in; None where that is none to guard."""
+    """The dtype that a product would be computed in if that is float16, else None."""
     if torch.is_autocast_enabled(x.device.type):
         half = torch.get_autocast_dtype(x.device.type)
     else:
@@ -265,20 +266,16 @@ def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for_input = _octaves_over(largest)
     bound = largest * torch.linalg.vector_norm(rows, 1, dim=1).max()
     for_input = torch.maximum(for_input, _octaves_over(bound) - for_weight)
-    return tuple(map(_power_of_two, (-for_input, -for_weight, for_input + for_weight)))  # type: ignore[return-value]
+    powers = (-for_input, -for_weight, for_input + for_weight)
+    return tuple(power_of_two(power, torch.float32) for power in powers)  # type: ignore[return-value]
 
 
 def _octaves_over(magnitude: Tensor) -> Tensor:
     """By how many octaves, a whole float32, a magnitude (0-d float32) has to be lowered."""
     limit = math.log2(HALF.max) - _ROOM
     over = torch.ceil(torch.log2(magnitude.clamp(min=1.0)) - limit).clamp(min=0.0)
-    # What is not finite anyway stays what it is.
+    # An input that is not finite is left as it is.
     return torch.where(torch.isfinite(over), over, 0.0).clamp(max=60.0)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent for whole float32 exponents from -126 to 127, exact on every device."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def _is_half(module: nn.Module) -> bool:

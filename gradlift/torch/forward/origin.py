@@ -82,17 +82,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where it began."""
+    """The operation where a bad number began."""
 
     operation: Operation
     largest_input: float | None
     """The largest magnitude among what it read; None where nothing was."""
     certain: bool
-    """Whether it is the only one that could have been it."""
+    """Whether no other operation can have been the first."""
 
 
 def find(operations: Sequence[Operation], last: Iterable[tuple[int, int]]) -> Origin | None:
-    """Where what is bad in ``last`` began; None if it is all fine.
+    """Where the bad numbers in ``last`` began; None if it holds none.
 
     Args:
         operations: in the order they ran; each one's inputs stand before it.
@@ -106,7 +106,7 @@ def find(operations: Sequence[Operation], last: Iterable[tuple[int, int]]) -> Or
     found = sorted(set().union(*(begins[index] for index in bad)))
     if not found:
         return None
-    # Those that were on purpose explain nothing while there is another.
+    # An infinity on purpose is the answer only where there is no other.
     suspects = [i for i in found if not operations[i].on_purpose] or found
     first = operations[suspects[0]]
     read = [operations[i].outputs[output].largest for i, output in first.inputs]

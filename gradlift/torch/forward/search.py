@@ -25,19 +25,19 @@ from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, UPDATES
 from gradlift.troubleshooting import warn
 
-# Skipped steps in a row that are no search for a scale.
+# After so many skipped steps in a row a cause is looked for: a scale is found in fewer.
 UNCLEAR = 3
 
 Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
-"""What this rank found and whether it came too late go in; what the first of them that found
-something found, and whether any came too late, come out."""
+"""From what this rank found, and whether its watch began too late, to what the first rank with a
+finding found, and whether any watch began too late."""
 
 
 class CauseSearch:
     """Looks for what broke a step.
 
     Args:
-        owner: knows the model whose names are used, as long as it is there.
+        owner: has the model, by whose names modules are called, or None when that is gone.
         guard: what may mend the forward pass; None if nothing shall.
     """
 
@@ -104,7 +104,7 @@ class CauseSearch:
         so that an evaluation in between is left alone; where no such pass can be seen, from now."""
         model = self._owner.model
         self.under_way = watch = StepWatch(model)
-        # Whatever becomes of the scaler, nothing stays watched.
+        # Hooks and modes go with this object, however it goes.
         self._unwatch = weakref.finalize(self, watch.stop)
         if model is None or is_compiled(model):
             watch.start()

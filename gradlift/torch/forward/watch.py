@@ -32,7 +32,7 @@ from gradlift.torch.forward.origin import Operation, Value, find
 from gradlift.torch.forward.values import has_values, values_of
 from gradlift.torch.names import Names
 
-# More operations than a step has; what goes on for longer is none.
+# More operations than a step has: what runs for longer is no step, and is watched no more.
 MOST = 500_000
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from gradlift.formats import get
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.key import Key
+from gradlift.policy import check_steps
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
-from gradlift.report.writers import ForEach, Writer, writer_for
+from gradlift.report.writers import Guarded, Writer, writer_for
 from gradlift.torch.ranks import groups
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.outcome import Outcome
@@ -239,8 +240,7 @@ def open_recorder(
     """
     from gradlift import __version__
 
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a whole number of steps above 0, got {every!r}")
+    check_steps(every, "every")
     about = {**about, "gradlift": __version__, "torch": torch.__version__}
     writer = writer_for(_for_this_rank(target), about, first_step)
     made = Recorder(writer, overflows, every, delay, 1 if device_type == "cpu" else BATCH)
@@ -256,7 +256,7 @@ def _for_this_rank(target: Any) -> Any:
         path = os.fspath(target)
         if "{rank}" in path:
             return path.replace("{rank}", str(rank))
-        return path if rank == 0 else ForEach(lambda record: None)
+        return path if rank == 0 else Guarded("another rank", lambda records: None)
     return target
 
 
