@@ -5,6 +5,7 @@ import torch
 from cuts_harness import SCALE, random_offsets, run, same, survey_of
 from torch import nn
 
+from gradlift.torch import AdaptiveGradScaler
 from gradlift.torch.adaptive.engine import Engine
 
 
@@ -239,3 +240,35 @@ def test_a_forward_that_began_before_the_engine_watched():
     same(run(model, step_with(x), engine)[0], expected)
     same(run(model, step_with(x), engine)[0], expected)
     engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_layer_that_was_frozen_is_looked_at_as_soon_as_it_is_trained(options, fused):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model[0].requires_grad_(False)
+    scaler = AdaptiveGradScaler(model, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+
+    def probed(steps):
+        found = []
+        for _ in range(steps):
+            found.append(scaler.probing)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.ones(2, 8)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, **options)
+            scaler.update()
+        return found
+
+    probed(60)
+    assert scaler.plan.one_exponent_serves, "with cuts every graph is walked, and this is no test"
+    assert not any(probed(5))
+    model[0].requires_grad_(True)
+    assert probed(4) == [False, True, False, False]
+    # What a probe has met asks for none, whether it has a gradient or not.
+    for trained in (False, True):
+        model[0].requires_grad_(trained)
+        assert not any(probed(3))
+    scaler.close()

@@ -116,6 +116,41 @@ def test_a_scaler_arms_a_stage_by_its_outputs():
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_gradient_kept_between_two_graphs(staged):
+    """As where embeddings of many batches are compared at once: their gradient is kept, and the
+    trunk's pass begins there, at no scaled loss. The scaler sees it as a stage."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(16, 16) for _ in range(12)]
+    model = nn.ModuleDict({"trunk": nn.Sequential(*layers), "head": nn.Linear(16, 4)})
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.mul_(0.2)
+    scaler = AdaptiveGradScaler(model, "cpu")
+    if staged:
+        scaler.stage(model["trunk"])
+
+    def gradients(scaler, dtype):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16):
+            embedded = model["trunk"](torch.ones(4, 16))
+            kept = embedded.detach().requires_grad_()
+            loss = model["head"](kept).float().square().mean()
+        scaler.scale(loss).backward()
+        embedded.backward(kept.grad)
+        return [p.grad / scaler.get_scale() for p in model.parameters()]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(12):
+        found = gradients(scaler, torch.float16)
+        scaler.step(optimizer)
+        scaler.update()
+    true = gradients(torch.amp.GradScaler("cpu", enabled=False), torch.float32)
+    apart = [(a - b).norm() / b.norm() for a, b in zip(found, true, strict=True)]
+    assert (max(apart).item() < 0.02) is staged
+    scaler.close()
+
+
 @pytest.mark.parametrize("name", ["_forward_metadata_inference", "_backward_metadata_inference"])
 def test_a_rehearsal_is_not_recorded(name, monkeypatch):
     stage = pytest.importorskip("torch.distributed.pipelining.stage").PipelineStage

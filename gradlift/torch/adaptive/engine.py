@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradlift.torch.adaptive.arming import ArmedGraphs, edges_below, is_differentiated
 from gradlift.torch.adaptive.cuts import DIFFERENTIATED, CutHook, Gate, Marks
@@ -166,6 +166,13 @@ class Engine:
         probe.send()
         self.probes.peaks.send()
         return probe
+
+    def note_unmet(self, parameters: Iterable[Tensor]) -> None:
+        """Parameters have gradients; one of the model's that no probe has met asks for one."""
+        if not self.probing:
+            names, met = self.watch.names.of_parameter, self.followed.probed.homes()
+            found = (names.get(id(parameter)) for parameter in parameters)
+            self.unplanned = self.unplanned or any(n is not None and n not in met for n in found)
 
     @property
     def probing(self) -> bool:

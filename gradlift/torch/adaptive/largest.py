@@ -43,6 +43,8 @@ class LargestGradients:
         self._seen: list[Tensor] = []
         self._on_host = 0.0
         self._sizes: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._met: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        """The rows that had a gradient in the last step."""
 
     def prefers_two_passes(self, optimizer: Optimizer) -> bool:
         """Not where the model is small: a pass is nothing there, launches are all that counts."""
@@ -55,6 +57,14 @@ class LargestGradients:
             known = count, sum(param.numel() for param in grads.parameters(optimizer))
             self._sizes[optimizer] = known
         return known[1] < SMALL
+
+    def meet(self, optimizer: Optimizer, rows: list[int]) -> None:
+        """Without an active cut no graph is walked between probes: here it shows that a layer is
+        trained which was frozen, or skipped, whenever there was a probe."""
+        if rows != self._met.get(optimizer):
+            self._met[optimizer] = rows
+            params = list(grads.parameters(optimizer))
+            self._engine.note_unmet(params[row] for row in rows)
 
     def see(
         self,

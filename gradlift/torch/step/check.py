@@ -49,6 +49,9 @@ class Watcher(Protocol):
         where nobody asked to clip."""
         ...
 
+    def meet(self, optimizer: torch.optim.Optimizer, rows: list[int]) -> None:
+        """Which of the optimizer's parameters have a gradient."""
+
     def see(
         self, optimizer: torch.optim.Optimizer, collected: Collected, home: torch.device
     ) -> None:
@@ -150,6 +153,7 @@ class GradCheck:
     ) -> None:
         """The gradients to the watcher, before they are divided by the scale."""
         home = self.scale.device
+        watcher.meet(optimizer, [row for rows in collected[1].values() for row in rows])
         if home.type == "cuda" and has_triton() and not unscales:
             # What counts overflows there can look for the largest in the same launch.
             self.steps.of(optimizer).needs_largest = True

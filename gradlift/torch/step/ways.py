@@ -161,6 +161,8 @@ def two_passes(call: StepCall, limit: float) -> None:
         scale, found.clone() if unscaled and ranks is not None else found, amax=watcher is not None
     )
     if watcher is not None and measured.amax is not None and not unscaled:
+        found_rows = enumerate(passes.grads.grads)
+        watcher.meet(optimizer, [row for row, grad in found_rows if grad is not None])
         watcher.see_rows(optimizer, measured.amax)
     norm = measured.norm
     if ranks is not None:
