@@ -433,7 +433,13 @@ def valid_graph(graph: Any) -> bool:
 def valid_pilot(pilot: Any, rule: str) -> bool:
     if not isinstance(pilot, dict):
         return False
-    pilot = {"rule": "range", "format": "float16", "tops": [], **pilot}  # as states of old
+    pilot = {
+        "rule": "range",
+        "format": "float16",
+        "tops": [],
+        "forgotten": 0,
+        **pilot,
+    }  # as states of old
     if not is_dict(
         pilot,
         rule=lambda v: v == rule,
@@ -443,6 +449,7 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         limit=lambda v: is_whole(v, -1000, 1000),
         history=lambda v: is_list(v, maybe(is_exponent), 64),
         tops=lambda v: is_list(v, maybe(is_exponent), 64),
+        forgotten=is_whole_or_negative,
         shifts=lambda v: is_list(
             v, lambda s: is_list(s, is_whole_or_negative, 2) and len(s) == 2 and s[0] >= 0
         ),

@@ -286,3 +286,44 @@ def after_a_spike(way):
         scaler.step(optimizer)
         scaler.update()
     return max(shares[36:])
+
+
+# Batches that have no gradient, and batches that are far larger.
+
+
+def skips_of(loss_of, way, steps, rate=1e-4):
+    """Whether each step was skipped: a small regression in which ``loss_of`` weighs the loss."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    scaler, optimizer = WAYS[way](model), torch.optim.AdamW(model.parameters(), rate)
+    found = []
+    for step in range(steps):
+        x = torch.randn(16, 8)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(model(x).float(), 4 * x)
+        scaler.scale(loss * loss_of(step)).backward()
+        found.append(not all(p.grad.isfinite().all() for p in model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+    return found
+
+
+@pytest.mark.parametrize("way", ["one scale", "layers"])
+def test_batches_without_a_gradient_do_not_raise_a_scale_that_is_known(way):
+    """A hinge, triplets, nothing to detect: after every such probe the scale was 2^16."""
+    chance = torch.Generator().manual_seed(2)
+    weights = [1e4 * (torch.rand((), generator=chance).item() < 0.3) for _ in range(300)]
+    torchs, ours = (skips_of(weights.__getitem__, each, 300) for each in ("torch", way))
+    assert sum(ours[:100]) <= sum(torchs[:100])
+    assert sum(ours[100:]) <= sum(torchs[100:])
+
+
+@pytest.mark.parametrize("way", ["one scale", "layers"])
+def test_a_large_batch_now_and_then_is_not_lost_each_time(way):
+    weigh = dict.fromkeys(range(33, 300, 50), 2.0**14)
+    torchs, ours = (
+        skips_of(lambda step: weigh.get(step, 1.0), each, 300) for each in ("torch", way)
+    )
+    assert sum(ours) <= min(3, sum(torchs))
+    assert not any(ours[150:])

@@ -1,17 +1,21 @@
 """Where gradients are going: a trend between probes, and the global exponent between them.
 
 Exponents of true gradients are followed, never stored ones, so a change of the exponent is no
-change of the history. All functions are pure and work on whole numbers of the last steps.
+change of the history. All of it works on whole numbers of the last steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from gradlift.plan.potential import MIN_EXPONENT
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
+from gradlift.plan.saved import PATIENCE
 
 # Clean steps after which a burst of large gradients is over, if it was no longer than that.
 CALM = 8
+# Steps between two bursts that are forgotten: those that come more often are kept room for.
+RARE = 4 * PATIENCE
 
 
 def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap: int = 8) -> int:
@@ -109,3 +113,95 @@ def predict(
     if recent != list(history[-patience:]) and exponent < least:
         return max(exponent, min(least, top))
     return exponent + (len(known) >= patience and exponent + slack < top)
+
+
+class History:
+    """What the last ``PATIENCE`` steps tell of how high the global exponent may be.
+
+    A step that went well tells its largest gradient, to be judged by whatever limit is in force.
+    One that overflowed tells nothing of its gradients, only that its exponent was too high, and by
+    the headroom at least.
+
+    Args:
+        peaks: floor(log2) of the largest true parameter gradient of each step, oldest first; None
+            where it is not known.
+        tops: the highest exponent that would have been safe, for those that overflowed.
+        forgotten: the step in which a burst was forgotten last.
+    """
+
+    def __init__(
+        self,
+        peaks: Sequence[int | None] = (),
+        tops: Sequence[int | None] = (),
+        forgotten: int = -RARE,
+    ) -> None:
+        self._peaks = list(peaks)
+        self._tops = [*[None] * (len(peaks) - len(tops)), *tops]
+        self._forgotten = forgotten
+
+    def __len__(self) -> int:
+        return len(self._peaks)
+
+    def add(self, peak: int | None, top: int | None = None) -> None:
+        """A step is over."""
+        self._peaks = [*self._peaks, peak][-PATIENCE:]
+        self._tops = [*self._tops, top][-PATIENCE:]
+
+    def move(self, by: int) -> None:
+        """At other offsets the gradients are this many bits larger, and what overflowed may not."""
+        self._peaks = [None if peak is None else peak + by for peak in self._peaks]
+        self._tops = [None for _ in self._tops]
+
+    def forget(self, *, tops: bool) -> None:
+        """The gradients that were seen count no more, and what overflowed not either."""
+        self._peaks = [None for _ in self._peaks]
+        if tops:
+            self._tops = self._peaks
+
+    def peaks(self, limit: int) -> list[int | None]:
+        """The largest gradients, as ``predict`` takes them; of a step that overflowed the least
+        that it can have been where ``limit`` is the most that fits, if none was as large."""
+        most = _largest(self._peaks)
+        bursts = [None if top is None or limit - top <= most else limit - top for top in self._tops]
+        return [
+            peak if peak is not None else burst
+            for peak, burst in zip(self._peaks, bursts, strict=True)
+        ]
+
+    def top(self, limit: int) -> int:
+        """The highest exponent that all of these steps leave room for."""
+        return limit - _largest(self.peaks(limit))
+
+    def predict(self, exponent: int, step: int, *, limit: int, least: int) -> int:
+        """``predict`` of it; a burst is really forgotten here, and not another one soon.
+
+        Args:
+            exponent, limit, least: as for ``predict``.
+            step: the latest.
+        """
+        peaks = self.peaks(limit)
+        if limit - _largest(peaks) < least and step - self._forgotten >= RARE:
+            rest = without_burst(peaks, limit, least)
+            if rest != peaks:
+                self._peaks, self._tops = rest, [None for _ in rest]
+                self._forgotten = step
+                back = min(least, limit - _largest(rest))
+                return max(predict(exponent, rest, limit=limit, patience=PATIENCE), back)
+        return predict(exponent, peaks, limit=limit, patience=PATIENCE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it remembers, in primitives."""
+        return {
+            "history": list(self._peaks),
+            "tops": list(self._tops),
+            "forgotten": self._forgotten,
+        }
+
+    @classmethod
+    def resumed(cls, read: Mapping[str, Any]) -> History:
+        """From what ``to_dict`` wrote, as ``saved.PILOT`` has read it."""
+        return cls(read["history"], read["tops"], read["forgotten"])
+
+
+def _largest(history: Iterable[int | None]) -> int:
+    return max((peak for peak in history if peak is not None), default=-MAX_EXPONENT)

@@ -31,10 +31,9 @@ from gradlift import schema
 from gradlift.formats import Format, get
 from gradlift.plan import saved
 from gradlift.plan.bounds import largest_climb
-from gradlift.plan.forecast import growth, predict, without_burst
+from gradlift.plan.forecast import History, growth
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import Histogram
-from gradlift.plan.history import History
 from gradlift.plan.module_offsets import ModuleOffsets
 from gradlift.plan.observations import ADVICE, Record, Survey
 from gradlift.plan.overflows_above import OverflowsAbove
@@ -200,6 +199,8 @@ class Pilot:
         if self._shows_only_zeros(survey):
             # Nothing but zeros: a look as high as torch's scaler begins, and no higher.
             target = min(expected + largest_climb(self.format), max(expected, TORCH_EXPONENT))
+            # Batches without a gradient say nothing of those that have one.
+            target = max(min(target, self._history.top(self._limit)), expected)
             self.schedule.probe_after(now, at_once=target > expected)
             return target
         self._clean = None
@@ -245,11 +246,10 @@ class Pilot:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.
             own = record.amax + moved
-            known = _largest_of(self._history.peaks(self._limit))
+            known = self._limit - self._history.top(self._limit)
             self._limit = plan.limit(max(own, known) if self.format.saturates else own)
         if self._at_stake:
-            rest = without_burst(self._history.peaks(self._limit), self._limit, self.least)
-            target = min(target, self._limit - _largest_of(rest))
+            target = min(target, self._history.top(self._limit))
         # Below the exponents of the plan another look would show what this one did.
         held = target < plan.global_exponent and not record.overflow
         self.schedule.planned(now, probe_again=plan.probe_again and not held)
@@ -322,8 +322,9 @@ class Pilot:
         ]
         target = self._choose(record, self._graph, histograms).global_exponent
         if self._offsets.current != offsets and record.went_on is None:
-            # The largest gradients were those of a part that is lower now.
-            self._history.forget()
+            # The largest gradients were those of a part that is lower now. Where the loss's own
+            # part has overflowed, its exponent was too high all the same.
+            self._history.forget(tops=min((ran_at[i] for i in where), default=0) > 0)
         return target
 
     def _forecast(
@@ -366,8 +367,7 @@ class Pilot:
             return expected
         if not self._at_stake:
             return expected
-        peaks = self._history.peaks(self._limit)
-        target = predict(expected, peaks, limit=self._limit, patience=PATIENCE, least=self.least)
+        target = self._history.predict(expected, record.step, limit=self._limit, least=self.least)
         if target > expected + 1:
             self.schedule.probe_by(now + 1)
         elif record.went_on is not None:
@@ -447,10 +447,6 @@ class Pilot:
 def _modules(graph: Graph, components: Iterable[int]) -> list[str]:
     """The first module of each; a name of nothing for one without."""
     return [(graph.components[i].modules or ("",))[0] for i in components]
-
-
-def _largest_of(history: Iterable[int | None]) -> int:
-    return max((peak for peak in history if peak is not None), default=-MAX_EXPONENT)
 
 
 def _reach(survey: Survey, offsets: Sequence[int]) -> int:

@@ -168,6 +168,7 @@ PILOT = record(
     limit=whole(-1000, 1000),
     history=list_of(optional(EXPONENT), most=PATIENCE),
     tops=Since(list_of(optional(EXPONENT), most=PATIENCE), ()),
+    forgotten=Since(whole(-schema.LARGEST), -4 * PATIENCE),
     shifts=list_of(row(STEP, SHIFT)),
     in_a_row=COUNT,
     graph=optional(GRAPH),

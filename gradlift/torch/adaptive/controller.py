@@ -176,7 +176,7 @@ class Controller:
         while len(self.pending) > DELAY or (self.pending and (overflowed or self.pilot.searching)):
             overflowed |= self.learn(self.pending.popleft(), ranks, recorders)
         self.step_number += 1
-        self.engine.end_step()
+        self.engine.step_armed = False
         self._begin_random()
         self._probe_if_due()
 

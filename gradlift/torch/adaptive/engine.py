@@ -71,7 +71,8 @@ class Engine:
         """Whether a graph came along that the plan was not made for; a probe clears it."""
         self.uncut = True
         """Whether no cut multiplies in any graph of this step, or of the last that armed one."""
-        self._step_armed = False
+        self.step_armed = False
+        """Whether this step has armed a graph; one that is replayed arms none."""
         self.marks = Marks(next(_engines))
         self.probes = Probes(new_probe)
         """The probe under way, and what those before have shown."""
@@ -207,13 +208,9 @@ class Engine:
             scaled: a tensor, or tensors in lists, tuples or dicts: the losses times the scale.
                 Their own last op must be the multiplication.
         """
-        self.active, self.uncut = (), self.uncut or not self._step_armed
+        self.active, self.uncut = (), self.uncut or not self.step_armed
         self._arm(scaled)
-        self.uncut, self._step_armed = self.uncut and not self.active, True
-
-    def end_step(self) -> None:
-        """The graphs armed from now on are another step's; a replay of this one arms none."""
-        self._step_armed = False
+        self.uncut, self.step_armed = self.uncut and not self.active, True
 
     def _arm(self, scaled: Any) -> None:
         if self.watch.compiled is not None:
