@@ -438,6 +438,7 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         "format": "float16",
         "tops": [],
         "forgotten": 0,
+        "dropped": 0,
         **pilot,
     }  # as states of old
     if not is_dict(
@@ -463,6 +464,7 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         unmet=lambda v: is_map(v, is_whole),
         above=lambda v: is_list(v, is_step),
         one_scale=is_flag,
+        dropped=is_whole,
         clean=maybe(is_whole),
         unplanned=lambda v: is_list(v, is_whole_or_negative) and len(v) == 3 and v[1] >= 0,
         past=valid_past,

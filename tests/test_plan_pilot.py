@@ -443,6 +443,21 @@ def test_two_overflows_above_the_loss_scale_alone_drop_the_exponents_until_a_cle
     it.saw(record(124, exponent), 124, survey(NEAR, FAR))
     assert it.offsets["a"] > 10
     assert not it.plan.reasons
+    # Again, and now they wait an interval.
+    for step in (300, 310):
+        it.saw(record(step, exponent, None, True), step, overflowed=["a.weight"])
+        it.saw(record(step + 1, exponent), step + 1, survey(NEAR, FAR))
+    assert it.offsets == {"a": 0}
+    assert "overflowed in steps 300 and 310; one exponent" in it.plan.reasons[-1]
+    assert it.plan.reasons[-1].endswith("until a probe is clean, from step 510 on")
+    assert it.schedule.next_probe == 511, "in its turn"
+    saved = json.loads(json.dumps(it.to_dict()))
+    it = pilot()
+    it.load(saved)
+    it.saw(record(509, exponent), 509, survey(NEAR, FAR))
+    assert it.offsets == {"a": 0}
+    it.saw(record(510, exponent), 510, survey(NEAR, FAR))
+    assert it.offsets["a"] > 10
 
 
 def test_an_overflow_without_the_cuts_drops_what_was_planned_below_the_loss_scale():

@@ -206,7 +206,7 @@ class Pilot:
         self._clean = None
         self.schedule.probed(record.step)
         if not record.overflow:
-            self.above.end_by_clean_probe()
+            self.above.end_by_clean_probe(record.step)
             return self._planned(record, now, survey)
         first = overflowed_first(survey.graph, survey.histograms)
         if self.plan is None or self.plan.overflowed:
@@ -250,8 +250,9 @@ class Pilot:
             self._limit = plan.limit(max(own, known) if self.format.saturates else own)
         if self._at_stake:
             target = min(target, self._history.top(self._limit))
-        # Below the exponents of the plan another look would show what this one did.
-        held = target < plan.global_exponent and not record.overflow
+        # Below the exponents of the plan another look would show what this one did, and one that
+        # may bring exponents of their own back has time.
+        held = (target < plan.global_exponent and not record.overflow) or self.above.reasons
         self.schedule.planned(now, probe_again=plan.probe_again and not held)
         return target
 
@@ -425,7 +426,7 @@ class Pilot:
         self._graph, self._owners = read["graph"], dict(read["owners"])
         # New parts: a copy of this pilot may be asked first whether a state can be loaded.
         self._offsets = ModuleOffsets.resumed(read)
-        self.above = self.above.resumed(read["above"], read["one_scale"])
+        self.above = self.above.resumed(read)
         self.schedule = self.schedule.resumed(read)
 
     def check(self, data: Any) -> None:

@@ -178,6 +178,7 @@ PILOT = record(
     unmet=schema.dict_of(schema.text, COUNT),
     above=list_of(STEP),
     one_scale=schema.flag,
+    dropped=Since(COUNT, 0),
     clean=optional(COUNT),
     unplanned=row(whole(-schema.LARGEST), COUNT, whole(-schema.LARGEST)),
     past=row(whole(-schema.LARGEST), schema.dict_of(schema.text, OFFSET)),
