@@ -513,7 +513,7 @@ def test_nan_in_a_probe_keeps_the_last_good_plan():
 def test_a_loss_from_another_model_is_said_once():
     scaler = AdaptiveGradScaler(tanh_net(2), "cpu")
     other = tanh_net(2)
-    with pytest.warns(UserWarning, match="does not come from the watched model"):
+    with pytest.warns(UserWarning, match="has no parameter of the watched model"):
         scaler.scale(loss_of(other)).backward()
     scaler.scale(loss_of(other)).backward()
     scaler.close()

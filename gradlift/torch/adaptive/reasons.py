@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from gradlift.troubleshooting import warn
 
-NOT_ITS_OWN = "the loss does not come from the watched model, the one given to the scaler"
+NOT_ITS_OWN = (
+    "the graph of the loss has no parameter of the watched model, the one given to the scaler (a "
+    "copy of it, or inside torch.func, the parameters are others)"
+)
 NO_OUTPUT = (
     "no output of the model's modules is in the graph of the loss, which uses the parameters "
     "directly or through TorchScript"
