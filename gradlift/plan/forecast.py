@@ -147,10 +147,12 @@ class History:
         self._peaks = [*self._peaks, peak][-PATIENCE:]
         self._tops = [*self._tops, top][-PATIENCE:]
 
-    def move(self, by: int) -> None:
-        """At other offsets the gradients are this many bits larger, and what overflowed may not."""
+    def move(self, by: int, *, tops: bool) -> None:
+        """At other offsets the gradients are this many bits larger; with ``tops``, what overflowed
+        need not do so there."""
         self._peaks = [None if peak is None else peak + by for peak in self._peaks]
-        self._tops = [None for _ in self._tops]
+        if tops:
+            self._tops = [None for _ in self._tops]
 
     def forget(self, *, tops: bool) -> None:
         """The gradients that were seen count no more, and what overflowed not either."""

@@ -241,7 +241,7 @@ class Pilot:
         # What was seen at the last offsets would be larger or smaller by this at the new ones.
         moved = _reach(survey, plan.offsets) - before if record.went_on is None else 0
         if any(at != offsets.get(name, 0) for name, at in self._offsets.current.items()):
-            self._history.move(moved)
+            self._history.move(moved, tops=not record.overflow)
         if record.amax is not None and not record.overflow:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.

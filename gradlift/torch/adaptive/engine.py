@@ -169,8 +169,11 @@ class Engine:
         return probe
 
     def note_unmet(self, parameters: Iterable[Tensor]) -> None:
-        """Parameters have gradients; one of the model's that no probe has met asks for one."""
-        if not self.probing:
+        """Parameters have gradients; one of the model's that no probe has met asks for one.
+
+        Where something is compiled, its graphs tell, see ``compiled/unprobed.py``.
+        """
+        if not self.probing and self.watch.compiled is None:
             names, met = self.watch.names.of_parameter, self.followed.probed.homes()
             found = (names.get(id(parameter)) for parameter in parameters)
             self.unplanned = self.unplanned or any(n is not None and n not in met for n in found)
