@@ -475,8 +475,9 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         return False
     count = 0 if graph is None else len(graph["components"])
     fits = plan is None or (plan["loss"] == graph["loss"] and len(plan["components"]) == count)
-    shifts_fit = all(abs(by) <= 240 and is_step(at) for at, by in pilot["shifts"])
-    return fits and shifts_fit and all(i < count for i in pilot["owners"].values())
+    rows_fit = all(abs(by) <= 240 and is_step(at) for at, by in pilot["shifts"])
+    rows_fit = rows_fit and len(pilot["tops"]) <= len(pilot["history"])
+    return fits and rows_fit and all(i < count for i in pilot["owners"].values())
 
 
 def valid_past(past: Any) -> bool:

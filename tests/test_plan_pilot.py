@@ -388,6 +388,13 @@ def test_a_second_burst_is_kept_room_for():
     assert json.loads(json.dumps(it.to_dict())) == saved
 
 
+def test_a_memory_of_more_overflows_than_steps_is_refused():
+    it = pilot()
+    it.saw(record(0, 8), 0, survey(NEAR, NEAR))
+    with pytest.raises(ValueError, match=r"tops.*as long as the history, 0, got 1 entries"):
+        it.load({**it.to_dict(), "history": []})
+
+
 def test_what_a_part_needs_is_not_forgotten_while_it_cannot_be_seen():
     """After an overflow the probe is taken lower down, where it shows only zeros."""
     it = pilot(layerwise=False)

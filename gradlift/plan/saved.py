@@ -151,6 +151,9 @@ def _pilot(**entries: Any) -> dict[str, Any]:
         wanted = f"of {count} components, the loss's {graph.loss}, as the graph is"
         raise Mismatch(wanted, schema.Odd(_in_short(plan)), "plan")
     check_owners(entries["owners"], count)
+    steps, tops = len(entries["history"]), len(entries["tops"])
+    if tops > steps:
+        raise Mismatch(f"as long as the history, {steps}", schema.Odd(f"{tops} entries"), "tops")
     return entries
 
 
