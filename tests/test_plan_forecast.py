@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift.plan import growth, predict
+from gradlift.plan.forecast import History
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -119,3 +120,13 @@ def test_a_steady_gradient_gives_a_steady_exponent():
     changes = sum(a != b for a, b in pairwise(exponents))
     assert changes <= 8
     assert len(set(exponents[100:])) == 1
+
+
+def test_an_overflow_is_no_small_gradient():
+    """Where a step overflowed far above what gradients need, it would look like a rising trend."""
+    history = History([5, None, 5], [None, 20, None])
+    assert history.peaks(12) == [5, None, 5]
+    assert history.top(12) == 7
+    history.add(None, 3)
+    assert history.peaks(12) == [5, None, 5, 9]
+    assert history.top(12) == 3

@@ -349,8 +349,8 @@ WIDE = Survey(GRAPH, (histogram(-12, -8), histogram(-34, -12)), {"a.weight": 1})
 
 
 def burst_at(it, exponent, *bursts, steps, size=16):
-    """Exponents and lost steps where the gradients of some steps are 2^size as large."""
-    exponents, lost = [exponent], []
+    """Exponents, lost steps and probes where the gradients of some steps are 2^size as large."""
+    exponents, lost, probes = [exponent], [], []
     for step in range(1, steps):
         large = any(first <= step < first + 3 for first in bursts)
         peak = -12 + 4 + size * large
@@ -359,9 +359,10 @@ def burst_at(it, exponent, *bursts, steps, size=16):
         here = record(step, exponent, None if overflow else peak, overflow)
         exponent -= it.backoff * overflow
         probed = step >= it.schedule.next_probe and not overflow
+        probes += [step] * probed
         exponent += it.saw(here, step, WIDE if probed else None, overflowed=["a.weight"])
         exponents.append(exponent)
-    return exponents, lost
+    return exponents, lost, probes
 
 
 @pytest.mark.parametrize("size", [16, 20, 24])
@@ -369,23 +370,36 @@ def test_after_a_burst_small_gradients_get_back_what_they_need(size):
     it = pilot(layerwise=False)
     exponent = 8 + it.saw(record(0, 8, -8), 0, WIDE)
     assert it.plan.needed == 10 <= exponent
-    exponents, lost = burst_at(it, exponent, 20, steps=60, size=size)
+    exponents, lost, probes = burst_at(it, exponent, 20, steps=60, size=size)
     assert len(lost) <= 3
     assert min(exponents[:20]) >= 10
     assert min(exponents[23:31]) < 10, "it may go on"
     assert min(exponents[34:]) >= 10
+    returned = next(step for step in range(23, 60) if exponents[step] >= 10)
+    assert returned + 1 in probes, "what was out of sight is looked at"
 
 
 def test_a_second_burst_is_kept_room_for():
     it = pilot(layerwise=False)
     exponent = 8 + it.saw(record(0, 8, -8), 0, WIDE)
-    exponents, lost = burst_at(it, exponent, 20, 50, 80, 110, steps=130)
+    exponents, lost, _ = burst_at(it, exponent, 20, 50, 80, 110, steps=130)
     assert {step // 30 for step in lost} == {0, 1}, "and not in the third"
     assert exponents[40] >= 10 > exponents[100]
     saved = json.loads(json.dumps(it.to_dict()))
     it = pilot(layerwise=False)
     it.load(saved)
     assert json.loads(json.dumps(it.to_dict())) == saved
+
+
+def test_what_overflowed_at_the_losss_own_exponent_is_remembered_at_other_offsets():
+    for blamed, remembered in (([], True), (["a.weight"], False)):
+        it = pilot()
+        exponent = 8 + it.saw(record(0, 8), 0, survey(NEAR, FAR))
+        offsets = it.offsets
+        it.saw(record(5, exponent, None, True), 5, overflowed=blamed)
+        assert it.offsets != offsets
+        top = exponent - it.headroom - 1
+        assert it.to_dict()["tops"][-1] == (top if remembered else None)
 
 
 def test_a_memory_of_more_overflows_than_steps_is_refused():
@@ -401,9 +415,11 @@ def test_what_a_part_needs_is_not_forgotten_while_it_cannot_be_seen():
     exponent = 8 + it.saw(record(0, 8, -8), 0, WIDE)
     it.saw(record(20, exponent, None, True), 20, overflowed=["a.weight"])
     assert it.plan.needed == 10
+    known = it.plan.components[1].interval
     dark = Histogram.from_bins([100] + [0] * (BINS - 1), -4, "float16")
     it.saw(record(21, -4, -8), 21, Survey(GRAPH, (histogram(-12, -8), dark), {"a.weight": 1}))
     assert it.plan.needed == 10
+    assert it.plan.components[1].interval == known, "nor what is too much for it"
     dark = Histogram.from_bins([100] + [0] * (BINS - 1), 12, "float16")
     it.saw(record(22, 12, -8), 22, Survey(GRAPH, (histogram(-12, -8), dark), {"a.weight": 1}))
     assert it.plan.needed < 0, "it has become smaller"

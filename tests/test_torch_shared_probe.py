@@ -10,9 +10,11 @@ from torch import nn
 
 from gradlift.plan import BINS
 from gradlift.torch.adaptive.engine import Engine
+from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.moments import sums_in_plain_torch, times_two_to
 from gradlift.torch.probe.probe import Row
+from gradlift.torch.ranks.adaptive_ranks import AdaptiveColumns
 from gradlift.torch.ranks.reductions import Reduction, _bits, _divided_after, reduction_of
 from gradlift.torch.ranks.shared_probe import Layout, merged, pack, part_of, unpack
 
@@ -303,3 +305,14 @@ def test_a_loss_that_classifies_on_one_rank_does_so_for_all():
     kinds = [p.classifies for p in merged([part, other], LayerProbe()).survey(10).cut_statistics]
     assert any(kinds)
     assert not any(p.classifies for p in merged([part], LayerProbe()).survey(10).cut_statistics)
+
+
+@pytest.mark.parametrize("others", [(False, False), (True, False), (False, True)])
+def test_a_step_that_ran_without_cuts_on_one_rank_is_told_of_on_all(others):
+    columns, zero = AdaptiveColumns(), torch.zeros(1)
+    told = [columns.write(zero, None, False, uncut, True) for uncut in others]
+    columns.receive(torch.stack(told), torch.tensor(0.0))
+    row = columns.add_to(torch.tensor([4.0, 0.0, 1.0, 0.0])).tolist()
+    record = Pending(0, row, None).record()
+    assert record.overflow
+    assert record.uncut == any(others)
