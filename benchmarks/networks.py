@@ -3,17 +3,19 @@
 Every network of ``catalogue.py`` is trained from the same weights on the same noise, in fp16
 autocast with AdamW: with torch's scaler, with a second copy of it, whose ratio to the first is what
 this method says about two equal things, with ``AdaptiveGradScaler`` at its defaults, with one scale
-for all (``layerwise=False``), which has no cuts, and in bfloat16 without a scaler, from two seeds,
-to tell by how much losses differ by chance. Then the first four take turns (see turns.py). Printed:
+for all (``layerwise=False``), which has no cuts, and in bfloat16 without a scaler; from several
+seeds, to tell by how much losses differ by chance. Then those of the first seed that have a scaler
+take turns (see turns.py). Printed:
 
-    skipped    steps, by torch's scaler, by one scale and by the adaptive one
-    loss       the mean of the last tenth: bfloat16's from two seeds, torch's, one scale's, adaptive
+    skipped    steps, by torch's scaler, by one scale and by the adaptive one, in all seeds
+    loss       of the last tenth: bfloat16's, torch's, one scale's, the adaptive one's; the mean of
+               the seeds, the least and the greatest
     step       with torch's scaler
     adaptive   the ratio of its step, without probes, to torch's, with its 95% interval
     one scale  likewise
     equal      the interval of the second copy's ratio
     probe      what one adds to its step; there is one in 200 steps
-    plan       what the adaptive scaler says of it
+    plan       what the adaptive scaler of the first seed says of it
 
 The inputs are noise: where the gradients of a trained detector lie is not shown here, but what
 the scaler does in such a network, and what that takes.
@@ -43,6 +45,7 @@ from benchmarks import catalogue
 from benchmarks.catalogue import Network
 from benchmarks.command import Command, add_line, at_least, begin, check_target, tell
 from benchmarks.turns import Ratio, compare, hold_probes, take_turns, time_probes
+from gradlift.plan import Plan
 from gradlift.torch import AdaptiveGradScaler
 
 BATCHES = 4
@@ -63,7 +66,7 @@ FULL = Effort(steps=300, block=4, rounds=14, probes=4)
 QUICK = Effort(steps=12, block=2, rounds=2, probes=1)
 
 TIMED = ("torch", "torch again", "adaptive", "one scale")
-BFLOAT16 = ("bfloat16", "bfloat16, seed 1")
+TRAINED = ("bfloat16", "torch", "one scale", "adaptive")
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One network."""
+    """One network; lists have an entry for each seed, from 0 on."""
 
     network: str
-    skipped: dict[str, int]
-    losses: dict[str, float]
+    skipped: dict[str, list[int]]
+    losses: dict[str, list[float]]
     steps: int
-    cuts: int
+    cuts: list[int]
     plan: str
     times: Times | None
 
@@ -101,7 +104,7 @@ class Trainer:
         self.device = device.type
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=network.rate)
         self.scaler = build_scaler(way, model, device.type)
-        self.dtype = torch.bfloat16 if way in BFLOAT16 else torch.float16
+        self.dtype = torch.bfloat16 if way == "bfloat16" else torch.float16
         self.losses: list[Tensor] = []
 
     def step(self, batches: Sequence[Any]) -> None:
@@ -121,15 +124,20 @@ class Trainer:
         tail = self.losses[-max(len(self.losses) // 10, 1) :]
         return torch.stack(tail).float().mean().item()
 
+    @property
+    def plan(self) -> Plan | None:
+        """Of the adaptive scaler."""
+        return self.scaler.plan if isinstance(self.scaler, AdaptiveGradScaler) else None
+
 
 def build_scaler(way: str, model: nn.Module, device: str) -> torch.amp.GradScaler:
     """The scaler of a way, with its defaults."""
     if way in ("adaptive", "one scale"):
         return AdaptiveGradScaler(model, device, layerwise=way == "adaptive")
-    return torch.amp.GradScaler(device, enabled=way not in BFLOAT16)
+    return torch.amp.GradScaler(device, enabled=way != "bfloat16")
 
 
-def train(trainer: Trainer, batches: Sequence[Any], steps: int) -> int:
+def train(trainer: Trainer, batches: Sequence[Any], steps: int, seed: int) -> int:
     """Takes the first steps; how many were skipped. torch's scaler backs off with each."""
     skipped, before = 0, trainer.scaler.get_scale()
     start = time.monotonic()
@@ -142,7 +150,8 @@ def train(trainer: Trainer, batches: Sequence[Any], steps: int) -> int:
         skipped = trainer.scaler.skipped_steps
     # One network takes minutes on a GPU.
     seconds = time.monotonic() - start
-    tell(f"{trainer.network.name}: {trainer.way}, {skipped} of {steps} skipped, {seconds:.0f} s")
+    told = f"{trainer.network.name}: {trainer.way}, seed {seed}, {skipped} of {steps} skipped"
+    tell(f"{told}, loss {trainer.last_loss:.4g}, {seconds:.0f} s")
     return skipped
 
 
@@ -155,33 +164,31 @@ def settle(trainer: Trainer, batches: Sequence[Any]) -> None:
         hold_probes(trainer.scaler)
 
 
-def train_plain(network: Network, effort: Effort, device: torch.device, seed: int) -> float:
-    """The last loss in bfloat16, which needs no scaler."""
-    model = catalogue.build(network, device, seed)
-    batches = catalogue.draw(network, BATCHES, device)
-    trainer = Trainer(network, model, BFLOAT16[0], device)
-    train(trainer, batches, effort.steps)
-    return trainer.last_loss
-
-
-def measure(network: Network, effort: Effort, device: torch.device) -> Outcome:
+def measure(network: Network, effort: Effort, seeds: int, device: torch.device) -> Outcome:
     """One network in all ways."""
-    losses = {way: train_plain(network, effort, device, n) for n, way in enumerate(BFLOAT16)}
-    model = catalogue.build(network, device)
     batches = catalogue.draw(network, BATCHES, device)
-    ways = [way for way in TIMED if effort.rounds or way != "torch again"]
-    trainers = {way: Trainer(network, copy.deepcopy(model), way, device) for way in ways}
-    skipped = {way: train(t, batches, effort.steps) for way, t in trainers.items()}
-    losses |= {way: t.last_loss for way, t in trainers.items()}
-    adaptive = trainers["adaptive"].scaler
-    assert isinstance(adaptive, AdaptiveGradScaler)
-    plan = adaptive.plan
-    times = time_steps(trainers, batches, effort, device) if effort.rounds else None
-    for trainer in trainers.values():
-        if isinstance(trainer.scaler, AdaptiveGradScaler):
-            trainer.scaler.close()
-    cuts = len(plan.active) if plan else 0
-    first = str(plan).splitlines()[0]
+    skipped: dict[str, list[int]] = {way: [] for way in TRAINED}
+    losses: dict[str, list[float]] = {way: [] for way in TRAINED}
+    plans: list[Plan | None] = []
+    times = None
+    for seed in range(seeds):
+        model = catalogue.build(network, device, seed)
+        is_timed = bool(effort.rounds) and not seed
+        ways = (*TRAINED, "torch again") if is_timed else TRAINED
+        trainers = {way: Trainer(network, copy.deepcopy(model), way, device) for way in ways}
+        for way, trainer in trainers.items():
+            count = train(trainer, batches, effort.steps, seed)
+            if way in TRAINED:
+                skipped[way].append(count)
+                losses[way].append(trainer.last_loss)
+        plans.append(trainers["adaptive"].plan)
+        if is_timed:
+            times = time_steps({way: trainers[way] for way in TIMED}, batches, effort, device)
+        for trainer in trainers.values():
+            if isinstance(trainer.scaler, AdaptiveGradScaler):
+                trainer.scaler.close()
+    cuts = [len(plan.active) if plan else 0 for plan in plans]
+    first = str(plans[0]).splitlines()[0]
     return Outcome(network.name, skipped, losses, effort.steps, cuts, first, times)
 
 
@@ -206,17 +213,16 @@ def time_steps(
 
 
 HEADER = (
-    f"{'':20}{'skipped':>12}  {'loss: bfloat16 twice, torch, one, adaptive':46}{'step':>10}"
+    f"{'':20}{'skipped':>12}  {'loss: bfloat16; torch; one scale; adaptive':80}{'step':>10}"
     f"{'adaptive':>25}{'one scale':>25}{'equal':>17}{'probe':>10}   plan"
 )
 
 
 def describe(found: Outcome) -> str:
     """One line of the table."""
-    skipped = ", ".join(str(found.skipped[way]) for way in ("torch", "one scale", "adaptive"))
-    order = (*BFLOAT16, "torch", "one scale", "adaptive")
-    losses = " ".join(f"{found.losses[way]:.5g}" for way in order)
-    line = f"{found.network:20}{skipped:>12}  {losses:46}"
+    skipped = ", ".join(str(sum(found.skipped[way])) for way in TRAINED[1:])
+    losses = "; ".join(describe_seeds(found.losses[way]) for way in TRAINED)
+    line = f"{found.network:20}{skipped:>12}  {losses:80}"
     if (times := found.times) is not None:
         equal = f"[{times.equal.low:.3f}, {times.equal.high:.3f}]"
         line += (
@@ -224,6 +230,12 @@ def describe(found: Outcome) -> str:
             f"{times.probe_ms:7.0f} ms"
         )
     return f"{line}   {found.plan}"
+
+
+def describe_seeds(values: Sequence[float]) -> str:
+    """``mean [least, greatest]``."""
+    mean = f"{statistics.fmean(values):.3g}"
+    return mean if len(values) == 1 else f"{mean} [{min(values):.3g}, {max(values):.3g}]"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -239,6 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                          help=f"of training ({FULL.steps}; quick: {QUICK.steps})")  # fmt: skip
     command.add_argument("--rounds", type=at_least(0),
                          help="to time; 0: only train")  # fmt: skip
+    command.add_argument("--seeds", type=at_least(1), default=2,
+                         help="of the weights, for every way (%(default)s)")  # fmt: skip
     arguments = command.parse_args(argv)
     device: torch.device = arguments.device
     networks = catalogue.chosen(command, arguments.quick, arguments.only)
@@ -252,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             tell(f"{network.name}: no time left")
             continue
         try:
-            found = measure(network, effort, device)
+            found = measure(network, effort, arguments.seeds, device)
         except Exception as error:  # a library's: the others are still to be measured
             tell(f"{network.name}: {type(error).__name__}: {error}")
             continue
