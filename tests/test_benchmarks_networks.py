@@ -48,7 +48,7 @@ def test_the_table_of_networks_and_its_lines(tmp_path, capsys):
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["network"] for row in rows] == ["gpt", "lstm"]
     for row in rows:
-        assert row["skipped"] == dict.fromkeys(networks.TRAINED, [0, 0])
+        assert row["skipped"] == {way: [0, 0] for way in networks.TRAINED}
         assert row["losses"].keys() == set(networks.TRAINED)
         first, second = row["losses"]["torch"]
         assert first != second

@@ -139,10 +139,10 @@ def test_a_plan_that_comes_and_goes_compiles_three_programs():
     steep, even = new_params(), new_params(2.0)
     state = scaler.init(even, X, 1.0)
     active = []
-    for i in range(96):
-        state, _ = scaler(state, steep if 32 <= i < 64 else even, X, 1.0)
+    for i in range(288):
+        state, _ = scaler(state, steep if 96 <= i < 192 else even, X, 1.0)
         active.append(bool(scaler.plan and scaler.plan.active))
-    assert [active[31], active[63], active[95]] == [False, True, False]
+    assert [active[95], active[191], active[287]] == [False, True, False]
     assert programs(scaler) <= 3
 
 

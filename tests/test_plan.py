@@ -273,13 +273,52 @@ def test_a_cut_where_one_exponent_is_not_enough_says_why():
     assert plan.offsets == (0, plan.exponents[1] - plan.exponents[0], plan.offsets[1])
     (cut,) = plan.active
     assert (cut.name, cut.downstream, cut.upstream) == ("layers.1", 0, 1)
-    assert cut.shift == plan.exponents[1] - plan.exponents[0] == 20
+    assert cut.shift == plan.exponents[1] - plan.exponents[0] == 17
     assert cut.why == (
         "layers.1 needs 2^19 to keep its small gradients, and the other side is at 2^11"
     )
-    assert "layers.1: times 2^20; layers.1 needs 2^19" in str(plan)
-    # Three bits more to spare below the 2^34 that it would take with its headroom.
-    assert "exponents 11 to 31, 1 active cut\n" in str(plan)
+    assert "layers.1: times 2^17; layers.1 needs 2^19" in str(plan)
+    # Twelve bits above what it needs, less three to spare; it would take 2^34 with its headroom.
+    assert "exponents 11 to 28, 1 active cut\n" in str(plan)
+
+
+def test_a_part_is_raised_no_further_than_brings_anything():
+    # Small in this batch, and perhaps as large as its neighbours in the next.
+    plan = choose(chain(3), [seen(-20, -2), seen(-43, -40), seen(-20, -2)])
+    assert [c.interval.high for c in plan.components] == [14, 52, 14]
+    assert plan.components[1].interval.low == 20
+    assert 20 <= plan.exponents[1] <= 20 + 12
+
+
+def test_what_other_looks_have_shown_bounds_a_part_from_above():
+    near, far = seen(-20, -2), seen(-43, -22)
+    assert choose(chain(2), [near, far]).components[1].interval == Interval(19, 34)
+    (_, other) = choose(chain(2), [near, far], recent=[None, -16]).components
+    assert (other.interval.high, other.reserved) == (28, 6)
+    assert other.interval.low < 19, "what is small beside the other look may lose more"
+
+
+def test_what_is_small_beside_other_looks_asks_for_nothing():
+    plan = choose(chain(2), [seen(-20, -2), seen(-43, -22)], recent=[None, -10])
+    assert plan.one_exponent_serves
+    assert plan.components[1].interval.high == 22
+    dark = Histogram.from_bins([50] + [0] * 255, 8, "float16")
+    (_, other) = choose(chain(2), [seen(-20, -2), dark], recent=[None, -10]).components
+    assert other.interval.high == 22
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"), [({"pinned": 0}, {}), ({}, {"format": "float8_e4m3fn"})]
+)
+def test_other_looks_say_nothing_of_what_is_followed_or_saturates(changes, settings):
+    graph, looks = chain(2, **changes), [seen(-12, -4), seen(-14, -6)]
+    plan = choose(graph, looks, recent=[0, 0], **settings)
+    assert plan == choose(graph, looks, **settings)
+
+
+def test_recent_peaks_are_as_many_as_components():
+    with pytest.raises(ValueError, match="2 components need as many recent peaks, got 1"):
+        choose(chain(2), [seen(-20, -2)] * 2, recent=[None])
 
 
 def test_a_plan_is_read_from_the_loss_on():
@@ -288,7 +327,7 @@ def test_a_plan_is_read_from_the_loss_on():
     graph = Graph(components, (Cut("20", 1, 2), Cut("32", 0, 1)))
     plan = choose(graph, [seen(-20, -2), seen(-43, -22), seen(-64, -43)])
     first, *cuts = str(plan).splitlines()
-    assert first == "float16, loss scale 2^11: exponents 11 to 52, 2 active cuts"
+    assert first == "float16, loss scale 2^11: exponents 11 to 49, 2 active cuts"
     assert [line.split(":")[0] for line in cuts] == ["  32", "  20"]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,3 +127,14 @@ def test_what_is_no_record_is_refused():
         Histogram.from_bins([1, 2, 3], 0, "float16")
     with pytest.raises(ValueError, match="nothing to merge"):
         Histogram.merge([])
+
+
+def test_beside_a_larger_look_each_tensor_has_a_smaller_share():
+    a, b = (Histogram.from_bins(bins_of(torch.full((8,), at)), 0, "float32") for at in (1.0, 0.25))
+    both = Histogram.merge([replace(a, share=0.5), b])
+    assert [tensor.share for tensor in both.beside(3).each] == [1 / 8, 0.5 / 8]
+    assert a.beside(3).each[0].share == 1 / 8
+    for peak in (None, -1, 0):
+        assert both.beside(peak) is both, "no larger"
+    dark = Histogram.from_bins(bins_of(torch.zeros(8)), 0, "float32")
+    assert dark.beside(-20).share == 0.0

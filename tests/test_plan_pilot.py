@@ -101,6 +101,28 @@ def test_a_probe_of_an_easy_batch_does_not_forget_the_hard_ones():
     assert it.plan.global_exponent == exponent + shift, "the plan says what is in force"
 
 
+def test_a_probe_of_an_easy_batch_does_not_raise_a_part_that_was_larger_before():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 2, survey(NEAR, NEAR))
+    it.saw(record(3, exponent), 5, survey(NEAR, FAR))
+    assert it.offsets == {"a": 0}
+    it.saw(record(PATIENCE, exponent), PATIENCE + 2, survey(NEAR, FAR))
+    assert it.offsets == {"a": 0}
+    # By then it has been small for so long that it may well stay so.
+    it.saw(record(PATIENCE + 1, exponent), PATIENCE + 3, survey(NEAR, FAR))
+    assert it.offsets["a"] > 10
+
+
+def test_a_look_that_overflowed_says_nothing_of_other_batches():
+    it = pilot()
+    exponent = 8 + it.saw(record(0, 8), 2, survey(NEAR, FAR))
+    far = it.offsets["a"]
+    over = Histogram.overflowed(exponent, "float16")
+    it.saw(record(3, exponent, None, True), 5, survey(NEAR, over))
+    it.saw(record(6, it.plan.global_exponent), 8, survey(NEAR, FAR))
+    assert it.offsets["a"] >= far - it.backoff - 1
+
+
 def test_an_overflow_lowers_the_exponent_and_asks_for_a_probe():
     it = pilot()
     it.saw(record(0, 8), 2, survey(NEAR, NEAR))

@@ -11,6 +11,8 @@ cuts at the same errors, and over all tensors together a small one hid behind a 
 parameter sums over several tensors, each counts by its share in that sum. Half of the magnitude
 keeps some digits as well: elements that are about as large lose them before they are flushed.
 
+Batches differ: what other looks of late have shown counts for the upper end as well.
+
 Both ends need gradients that were in sight. Where a tensor has zeros and more than the tolerance
 just above them, some of its magnitude may have been flushed: it asks for a higher exponent and
 another look, a third of the format's width higher at most, which leaves two thirds for parameter
@@ -127,6 +129,7 @@ def find_bounds(
     tolerance: float,
     headroom: int,
     growth: int = 0,
+    recent: int | None = None,
     known_low: int = MIN_EXPONENT,
 ) -> Bounds:
     """The bounds of one component.
@@ -138,6 +141,7 @@ def find_bounds(
         headroom: bits to keep free above the largest gradient.
         growth: further bits to keep free, as far as ``low`` allows: for gradients that grow, and
             for what is larger than anything in sight.
+        recent: floor(log2) of the largest gradient that other looks of late have shown of it.
         known_low: the lower end that an earlier look has shown. A tensor of nothing but zeros still
             needs it, if it was looked at below.
     """
@@ -147,6 +151,8 @@ def find_bounds(
     if histogram.nonfinite or (dark and shown < known_low):
         low = max(low, known_low)
     free = high
+    if recent is not None:
+        high = min(high, format.max_exponent - headroom - recent)
     high = max(high - growth, min(low, high))
     interval, reserved = _clamped(low, high), free - high
     if histogram.nonfinite:

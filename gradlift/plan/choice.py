@@ -6,7 +6,8 @@ In pseudo-code; ``Choice.exponents`` has the same shape::
     exponent, and no cut could be saved with a bit to spare on both sides; otherwise
     the loss:   with as few cuts as can be, no higher than what it sends gradients to takes
     the cuts:   as far from the loss as they can be, with bits to spare where that costs no cut
-    a region:   near the top of what all of it allows, where few values are subnormal
+    a region:   near the top of what all of it allows, where few values are subnormal, but above
+                the loss no higher than brings anything: what is small there now may grow
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from dataclasses import dataclass, replace
 
 from gradlift.plan.graph import Graph
 from gradlift.plan.potential import MAX_EXPONENT, Interval, fewest_cuts, meet
+
+# Bits above the lowest exponent of a region beyond which nothing is gained: all but a trifle of its
+# tensors has its digits there, and so have gradients of weights, products with inputs that may be
+# small.
+ENOUGH = 12
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,9 @@ class Choice:
         for region in self.graph.regions(exponents):
             base = exponents[region[0]]
             common = meet(self.usable[i].shifted(base - exponents[i]) for i in region)
+            if self.graph.loss not in region:
+                most = max(common.low + ENOUGH, chosen[self.graph.loss])
+                common = Interval(common.low, min(common.high, most))
             best = self._pick(common, [e for i in region if (e := self.last[i]) is not None])
             for i in region:
                 chosen[i] = best + exponents[i] - base

@@ -234,9 +234,15 @@ class Pilot:
         before = _reach(survey, self._offsets_at(record, graph, range(len(graph.components))))
         self._graph, self._owners = graph, dict(survey.owners)
         self._offsets.forget_unmet(graph)
-        forecast = self._forecast(record.step, graph, survey.histograms)
         offsets = self._offsets.current
-        plan = self._choose(record, graph, survey.histograms, forecast, survey.cut_statistics)
+        plan = self._choose(
+            record,
+            graph,
+            survey.histograms,
+            recent=self._recent(record.step, graph),
+            forecast=self._forecast(record.step, graph, survey.histograms),
+            cut_statistics=survey.cut_statistics,
+        )
         target = plan.global_exponent
         # What was seen at the last offsets would be larger or smaller by this at the new ones.
         moved = _reach(survey, plan.offsets) - before if record.went_on is None else 0
@@ -261,6 +267,8 @@ class Pilot:
         record: Record,
         graph: Graph,
         histograms: Sequence[Histogram | None],
+        *,
+        recent: Sequence[int | None] | None = None,
         forecast: Sequence[int] | None = None,
         cut_statistics: Sequence[CutStatistics] = (),
     ) -> Plan:
@@ -273,6 +281,7 @@ class Pilot:
             headroom=self.headroom,
             last=self.plan and self.plan.shifted(here - self.plan.global_exponent),
             forecast=forecast,
+            recent=recent,
             rule=self.rule,
             cut_statistics=cut_statistics,
         )
@@ -328,6 +337,15 @@ class Pilot:
             self._history.forget(tops=min((ran_at[i] for i in where), default=0) > 0)
         return target
 
+    def _recent(self, step: int, graph: Graph) -> list[int | None]:
+        """The largest gradient of each component in the looks before this one, of the last
+        ``PATIENCE`` steps: a batch whose gradients are small says nothing of the next."""
+        known = (
+            self._peaks.get(name, []) for name in _modules(graph, range(len(graph.components)))
+        )
+        near = [[p for at, p in each if step - at <= PATIENCE and p is not None] for each in known]
+        return [max(peaks, default=None) for peaks in near]
+
     def _forecast(
         self, step: int, graph: Graph, histograms: Sequence[Histogram | None]
     ) -> list[int]:
@@ -335,7 +353,8 @@ class Pilot:
         for component, histogram in zip(graph.components, histograms, strict=True):
             name = component.modules[0] if component.modules else ""
             known = self._peaks.get(name, [])
-            known = [*known, (step, histogram.peak if histogram else None)][-REMEMBERED:]
+            peak = histogram.peak if histogram and not histogram.nonfinite else None
+            known = [*known, (step, peak)][-REMEMBERED:]
             self._peaks[name] = known
             steps, peaks = [at for at, _ in known], [peak for _, peak in known]
             # No further than something was seen: a line through three steps means little.

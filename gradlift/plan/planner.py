@@ -3,7 +3,8 @@
 The planner is pure: histograms, a graph and the last plan go in, a frozen plan comes out, the
 same for the same input on every rank. In pseudo-code; ``choose`` below has the same shape::
 
-    each component:  high = format's largest exponent - headroom - largest gradient
+    each component:  high = format's largest exponent - headroom - largest gradient, in this look
+                            and those of the last steps: batches differ
                      low  = format's smallest exponent - smallest gradient that must be kept
                      out of sight below: raise towards high, ask for another probe
                      out of sight above: lower, ask for another probe
@@ -48,6 +49,7 @@ def choose(
     headroom: int = 3,
     last: Plan | None = None,
     forecast: Sequence[int] | None = None,
+    recent: Sequence[int | None] | None = None,
     rule: Zhao2019 | None = None,
     cut_statistics: Sequence[CutStatistics] = (),
 ) -> Plan:
@@ -67,21 +69,40 @@ def choose(
         last: the plan in force; its components are recognised by their modules.
         forecast: bits by which each component's largest gradient is expected to grow until the
             next plan, from ``growth``.
+        recent: floor(log2) of the largest gradient that other looks of late have shown of each
+            component, None where they have shown nothing. What moves with the loss is followed in
+            every step anyway, and where overflow saturates no room is kept.
         rule: the paper's rule instead of the range rule. ``tolerance`` is then its threshold,
             and intervals serve as ceilings alone.
         cut_statistics: what the probe saw for it; without any the last exponents stay, below those.
     """
     count = len(graph.components)
-    _check(count, histograms, tolerance, headroom, forecast)
+    _check(count, histograms, tolerance, headroom, forecast, recent)
     format = get(format)
     formats = [get(c.format or format) for c in graph.components]
     before = _before(graph, last)
     spread = _spread(graph, histograms)
     grown = forecast or [0] * count
+    recent = [
+        None if recent is None or i in graph.pinned or formats[i].saturates else recent[i]
+        for i in range(count)
+    ]
+    histograms = [
+        histogram and histogram.beside(peak)
+        for histogram, peak in zip(histograms, recent, strict=True)
+    ]
     loss = MAX_EXPONENT if last is None else last.global_exponent
     found = [
         _bounds(
-            histograms[i], formats[i], before[i], i in spread, tolerance, headroom, grown[i], loss
+            histograms[i],
+            formats[i],
+            before[i],
+            i in spread,
+            tolerance,
+            headroom,
+            grown[i],
+            recent[i],
+            loss,
         )
         for i in range(count)
     ]
@@ -129,11 +150,14 @@ def _check(
     tolerance: float,
     headroom: int,
     forecast: Sequence[int] | None,
+    recent: Sequence[int | None] | None,
 ) -> None:
     if len(histograms) != count:
         raise ValueError(f"{count} components need as many histograms, got {len(histograms)}")
     if forecast is not None and len(forecast) != count:
         raise ValueError(f"{count} components need as many forecasts, got {len(forecast)}")
+    if recent is not None and len(recent) != count:
+        raise ValueError(f"{count} components need as many recent peaks, got {len(recent)}")
     check_limits(tolerance, headroom)
 
 
@@ -179,6 +203,7 @@ def _bounds(
     tolerance: float,
     headroom: int,
     growth: int,
+    recent: int | None,
     loss: int,
 ) -> Bounds:
     """What a component allows; what was seen of one that took in an inf says nothing."""
@@ -193,6 +218,7 @@ def _bounds(
         headroom=headroom,
         growth=growth
         + (0 if histogram.nonfinite else _kept_free(before, histogram, format, headroom)),
+        recent=recent,
         known_low=_known_low(before, histogram, loss),
     )
     if before and histogram.peak is None and found.shown < before.interval.low:
