@@ -458,9 +458,8 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         graph=maybe(valid_graph),
         owners=lambda v: is_map(v, is_whole),
         offsets=lambda v: is_map(v, is_offset),
-        peaks=lambda v: is_map(
-            v, lambda rows: is_list(rows, valid_peak, 6)
-        ),
+        peaks=lambda v: is_map(v, lambda rows: is_list(rows, valid_peak, 6)),
+        parameters=lambda v: is_map(v, lambda rows: is_list(rows, valid_peak, 6)),
         unmet=lambda v: is_map(v, is_whole),
         above=lambda v: is_list(v, is_step),
         one_scale=is_flag,

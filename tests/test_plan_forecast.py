@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift.plan import growth, predict
-from gradlift.plan.forecast import History
+from gradlift.plan.forecast import History, Looks
+from gradlift.plan.histogram import Histogram
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -130,3 +131,38 @@ def test_an_overflow_is_no_small_gradient():
     history.add(None, 3)
     assert history.peaks(12) == [5, None, 5, 9]
     assert history.top(12) == 3
+
+
+def seen(peak, parameters=None, nonfinite=0):
+    counts = () if peak is None else ((peak, 8),)
+    return Histogram(counts, 4, nonfinite, floor=-60, ceiling=15, parameters=parameters)
+
+
+def test_looks_of_late_tell_the_largest_gradient_and_the_largest_of_a_parameter():
+    looks = Looks()
+    looks.add(0, ["a", "b"], [seen(-10, -4), None])
+    looks.add(3, ["a", "b"], [seen(-30, -20), seen(-7)])
+    assert looks.recent(5, ["a", "b", "c"]) == [-4, -7, None]
+    assert looks.recent_parameters(5, ["a", "b", "c"]) == [-4, None, None]
+    # After 64 steps a part may well have become smaller for good.
+    assert looks.recent(65, ["a"]) == [-20]
+    assert looks.recent(68, ["a"]) == [None]
+
+
+def test_a_look_at_what_overflowed_tells_no_size():
+    looks = Looks()
+    looks.add(0, ["a"], [seen(-10, -4, nonfinite=1)])
+    assert looks.recent(1, ["a"]) == looks.recent_parameters(1, ["a"]) == [None]
+
+
+def test_six_looks_are_remembered_and_survive_a_checkpoint():
+    looks = Looks()
+    for step in range(8):
+        looks.add(step, ["a"], [seen(-step, -step - 2)])
+    saved = looks.to_dict()
+    assert saved == {
+        "peaks": {"a": [[step, -step] for step in range(2, 8)]},
+        "parameters": {"a": [[step, -step - 2] for step in range(2, 8)]},
+    }
+    assert Looks(**saved).to_dict() == saved
+    assert Looks(**saved).growth("a", 50) == looks.growth("a", 50) == 0

@@ -94,25 +94,26 @@ class Pyramid(nn.Module):
         return [(self.classes(x).float(), self.boxes(x).float()) for x in levels]
 
 
-# The levels that meet an object, batch by batch.
-MET = ((1, 3), (4, 0), (2,), (3,))
-
-
-def detect(model, x, y, step):
+def detect(*met):
     """Which levels meet an object depends on the batch; the others have no boxes to learn from."""
-    chance = torch.Generator().manual_seed(step % len(MET))
-    total = 0.0
-    for level, (c, b) in enumerate(model(torch.rand(2, 3, 64, 64, generator=chance))):
-        wanted = torch.zeros_like(c)
-        if level in MET[step % len(MET)]:
-            wanted[range(2), step % CLASSES, 0, 0] = 1.0
-            total = total + (b[..., 0, 0] - 1).abs().sum() / 2
-        else:
-            total = total + 0 * b.sum()
-        wrong = (torch.sigmoid(c) - wanted).abs()
-        each = F.binary_cross_entropy_with_logits(c, wanted, reduction="none") * wrong**2
-        total = total + each.sum() / 2
-    return total
+
+    def loss_of(model, x, y, step):
+        now = step % len(met)
+        images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(now))
+        total = 0.0
+        for level, (classes, boxes) in enumerate(model(images)):
+            wanted = torch.zeros_like(classes)
+            if level in met[now]:
+                wanted[:, step % CLASSES, 0, 0] = 1.0
+                total = total + (boxes[..., 0, 0] - 1).abs().sum() / 2
+            else:
+                total = total + 0 * boxes.sum()
+            wrong = (torch.sigmoid(classes) - wanted).abs()
+            each = F.binary_cross_entropy_with_logits(classes, wanted, reduction="none") * wrong**2
+            total = total + each.sum() / 2
+        return total
+
+    return loss_of
 
 
 def weighted(weight_at):
@@ -309,9 +310,11 @@ def test_a_head_in_the_middle_that_begins_late_costs_no_more_steps_than_with_tor
     assert skips["layers"] <= skips["torch"]
 
 
-def test_levels_that_meet_objects_in_some_batches_alone_cost_no_steps():
-    """A look at one batch raised what is small in it, and 4 steps were lost with the next ones."""
-    found = [train(Pyramid, detect, "layers", s, rate=1e-3, rows=2, steps=24) for s in SEEDS]
+@pytest.mark.parametrize("met", [((1, 3), (4, 0), (2,), (3,)), ((0, 1), (4,), (2, 3), (0,))])
+def test_levels_that_meet_objects_in_some_batches_alone_cost_no_steps(met):
+    """A look at one batch raised what is small in it, and four or five steps were lost with the
+    next ones."""
+    found = [train(Pyramid, detect(*met), "layers", s, rate=1e-3, rows=2, steps=24) for s in SEEDS]
     assert [skipped for skipped, _, _ in found] == [0, 0]
 
 

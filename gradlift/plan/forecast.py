@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gradlift.plan.histogram import Histogram
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
-from gradlift.plan.saved import PATIENCE
+from gradlift.plan.saved import PATIENCE, REMEMBERED
 
 # Clean steps after which a burst of large gradients is over, if it was no longer than that.
 CALM = 8
 # Steps between two bursts that are forgotten: those that come more often are kept room for.
 RARE = 4 * PATIENCE
+
+Look = tuple[int, int | None]
+"""A step, and what a probe has shown in it."""
 
 
 def growth(steps: Sequence[int], peaks: Sequence[int | None], ahead: int, *, cap: int = 8) -> int:
@@ -203,6 +207,65 @@ class History:
     def resumed(cls, read: Mapping[str, Any]) -> History:
         """From what ``to_dict`` wrote, as ``saved.PILOT`` has read it."""
         return cls(read["history"], read["tops"], read["forgotten"])
+
+
+class Looks:
+    """What the last probes have shown of each component, by the name of its first module.
+
+    Args:
+        peaks: (step, floor(log2) of the largest gradient), oldest first; None where nothing was
+            seen, or it was not finite.
+        parameters: likewise of the largest parameter gradient.
+    """
+
+    def __init__(
+        self,
+        peaks: Mapping[str, Sequence[Look]] = {},
+        parameters: Mapping[str, Sequence[Look]] = {},
+    ) -> None:
+        self._peaks, self._parameters = (
+            {k: list(v) for k, v in d.items()} for d in (peaks, parameters)
+        )
+
+    def add(self, step: int, names: Sequence[str], histograms: Sequence[Histogram | None]) -> None:
+        """A probe of ``step`` is over."""
+        for name, histogram in zip(names, histograms, strict=True):
+            finite = None if histogram is None or histogram.nonfinite else histogram
+            for known, peak in (
+                (self._peaks, finite and finite.peak),
+                (self._parameters, finite and finite.parameters),
+            ):
+                known[name] = [*known.get(name, ()), (step, peak)][-REMEMBERED:]
+
+    def growth(self, name: str, interval: int) -> int:
+        """``growth`` of a component until the next probe, ``interval`` steps from now at most."""
+        steps, peaks = zip(*self._peaks[name], strict=True)
+        # No further than something was seen: a line through three steps means little.
+        seen = [at for at, peak in self._peaks[name] if peak is not None]
+        return growth(steps, peaks, min(interval, max(seen) - min(seen) if seen else 0))
+
+    def recent(self, step: int, names: Sequence[str]) -> list[int | None]:
+        """The largest gradient of each component in the looks of the last ``PATIENCE`` steps before
+        ``step``: a batch whose gradients are small says nothing of the next."""
+        return [_of_late(self._peaks.get(name, ()), step) for name in names]
+
+    def recent_parameters(self, step: int, names: Sequence[str]) -> list[int | None]:
+        """Likewise of the parameters alone."""
+        return [_of_late(self._parameters.get(name, ()), step) for name in names]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it remembers, in primitives."""
+        return {
+            "peaks": {name: [list(look) for look in each] for name, each in self._peaks.items()},
+            "parameters": {
+                name: [list(look) for look in each] for name, each in self._parameters.items()
+            },
+        }
+
+
+def _of_late(looks: Sequence[Look], step: int) -> int | None:
+    near = [peak for at, peak in looks if step - at <= PATIENCE and peak is not None]
+    return max(near, default=None)
 
 
 def _largest(history: Iterable[int | None]) -> int:

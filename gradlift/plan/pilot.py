@@ -31,7 +31,7 @@ from gradlift import schema
 from gradlift.formats import Format, get
 from gradlift.plan import saved
 from gradlift.plan.bounds import largest_climb
-from gradlift.plan.forecast import History, growth
+from gradlift.plan.forecast import History, Looks
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.module_offsets import ModuleOffsets
@@ -47,8 +47,6 @@ DEFAULT_INTERVAL = 200
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
 # before the exponent rises. One batch may have gradients far smaller than the next.
 PATIENCE = saved.PATIENCE
-# Probes whose largest gradients are remembered for the forecast.
-REMEMBERED = saved.REMEMBERED
 # Where torch's scaler begins, and the clean steps after which it doubles its scale.
 TORCH_EXPONENT, TORCH_INTERVAL = 16, 2000
 
@@ -89,7 +87,7 @@ class Pilot:
         self._limit = self.format.max_exponent - headroom
         self._history = History()
         self._shifts: list[tuple[int, int]] = []
-        self._peaks: dict[str, list[tuple[int, int | None]]] = {}
+        self._looks = Looks()
         self._graph: Graph | None = None
         self._owners: dict[str, int] = {}
         self._clean: int | None = None
@@ -231,34 +229,46 @@ class Pilot:
 
     def _planned(self, record: Record, now: int, survey: Survey) -> int:
         graph = self.above.held(survey.graph)
-        before = _reach(survey, self._offsets_at(record, graph, range(len(graph.components))))
+        everywhere = range(len(graph.components))
+        ran_at, names = self._offsets_at(record, graph, everywhere), _modules(graph, everywhere)
         self._graph, self._owners = graph, dict(survey.owners)
         self._offsets.forget_unmet(graph)
         offsets = self._offsets.current
+        recent = self._looks.recent(record.step, names)
+        reached = self._looks.recent_parameters(record.step, names)
+        self._looks.add(record.step, names, survey.histograms)
         plan = self._choose(
             record,
             graph,
             survey.histograms,
-            recent=self._recent(record.step, graph),
-            forecast=self._forecast(record.step, graph, survey.histograms),
+            recent=recent,
+            forecast=[self._looks.growth(name, self.schedule.interval) for name in names],
             cut_statistics=survey.cut_statistics,
         )
         target = plan.global_exponent
-        # What was seen at the last offsets would be larger or smaller by this at the new ones.
-        moved = _reach(survey, plan.offsets) - before if record.went_on is None else 0
+        # What was seen at the last offsets would be larger or smaller by this at the new ones; in
+        # batches unlike this one another part may have been the largest.
+        moved = others = 0
+        if record.went_on is None:
+            own = [histogram and histogram.parameters for histogram in survey.histograms]
+            moved = others = _moved(own, ran_at, plan.offsets)
+            if any(peak is not None for peak in reached) and not self.format.saturates:
+                others = max(moved, _moved(reached, ran_at, plan.offsets))
         if any(at != offsets.get(name, 0) for name, at in self._offsets.current.items()):
-            self._history.move(moved, tops=not record.overflow)
+            self._history.move(others, tops=not record.overflow)
         if record.amax is not None and not record.overflow:
             # Where overflow saturates, a step larger than this one costs little, and room kept
             # for it would cost bits in all the others.
-            own = record.amax + moved
+            peak = record.amax + moved
             known = self._limit - self._history.top(self._limit)
-            self._limit = plan.limit(max(own, known) if self.format.saturates else own)
+            self._limit = plan.limit(max(peak, known) if self.format.saturates else peak)
         if self._at_stake:
             target = min(target, self._history.top(self._limit))
-        # Below the exponents of the plan another look would show what this one did, and one that
-        # may bring exponents of their own back has time.
-        held = (target < plan.global_exponent and not record.overflow) or self.above.reasons
+        # Below the exponents of the plan another look at such a batch would show what this one did,
+        # and one that may bring exponents of their own back has time.
+        alike = others <= moved
+        lower = target < plan.global_exponent and alike and not record.overflow
+        held = lower or self.above.reasons
         self.schedule.planned(now, probe_again=plan.probe_again and not held)
         return target
 
@@ -337,35 +347,6 @@ class Pilot:
             self._history.forget(tops=min((ran_at[i] for i in where), default=0) > 0)
         return target
 
-    def _recent(self, step: int, graph: Graph) -> list[int | None]:
-        """The largest gradient of each component in the looks before this one, of the last
-        ``PATIENCE`` steps: a batch whose gradients are small says nothing of the next."""
-        known = (
-            self._peaks.get(name, []) for name in _modules(graph, range(len(graph.components)))
-        )
-        near = [[p for at, p in each if step - at <= PATIENCE and p is not None] for each in known]
-        return [max(peaks, default=None) for peaks in near]
-
-    def _forecast(
-        self, step: int, graph: Graph, histograms: Sequence[Histogram | None]
-    ) -> list[int]:
-        found = []
-        for component, histogram in zip(graph.components, histograms, strict=True):
-            name = component.modules[0] if component.modules else ""
-            known = self._peaks.get(name, [])
-            peak = histogram.peak if histogram and not histogram.nonfinite else None
-            known = [*known, (step, peak)][-REMEMBERED:]
-            self._peaks[name] = known
-            steps, peaks = [at for at, _ in known], [peak for _, peak in known]
-            # No further than something was seen: a line through three steps means little.
-            seen = [at for at, peak in known if peak is not None]
-            found.append(
-                growth(
-                    steps, peaks, min(self.schedule.interval, max(seen) - min(seen) if seen else 0)
-                )
-            )
-        return found
-
     @property
     def least(self) -> int:
         """The exponent below which small gradients pay for room; none above torch's first. Where
@@ -419,9 +400,9 @@ class Pilot:
             "shifts": [list(shift) for shift in self._shifts],
             "graph": self._graph and asdict(self._graph),
             "owners": dict(self._owners),
-            "peaks": {key: [list(p) for p in peaks] for key, peaks in self._peaks.items()},
             "clean": self._clean,
             **self._history.to_dict(),
+            **self._looks.to_dict(),
             **self._offsets.to_dict(),
             **self.above.to_dict(),
             **self.schedule.to_dict(),
@@ -441,7 +422,7 @@ class Pilot:
         """Goes on from a state that ``saved.PILOT`` has read."""
         self.plan, self._limit = read["plan"], read["limit"]
         self._history, self._shifts = History.resumed(read), list(read["shifts"])
-        self._peaks, self._clean = dict(read["peaks"]), read["clean"]
+        self._looks, self._clean = Looks(read["peaks"], read["parameters"]), read["clean"]
         self._graph, self._owners = read["graph"], dict(read["owners"])
         # New parts: a copy of this pilot may be asked first whether a state can be loaded.
         self._offsets = ModuleOffsets.resumed(read)
@@ -469,11 +450,11 @@ def _modules(graph: Graph, components: Iterable[int]) -> list[str]:
     return [(graph.components[i].modules or ("",))[0] for i in components]
 
 
-def _reach(survey: Survey, offsets: Sequence[int]) -> int:
-    """``Record.amax`` of what it has seen, at an offset for each component."""
-    found = zip(survey.histograms, offsets, strict=True)
-    known = [h.parameters + max(at, 0) for h, at in found if h and h.parameters is not None]
-    return max(known, default=0)
+def _moved(peaks: Sequence[int | None], before: Sequence[int], now: Sequence[int]) -> int:
+    """By how much ``Record.amax`` of such parameter gradients is larger at other offsets."""
+    known = [(peak, i) for i, peak in enumerate(peaks) if peak is not None]
+    first, second = (max((p + max(at[i], 0) for p, i in known), default=0) for at in (before, now))
+    return second - first
 
 
 def _depths(graph: Graph) -> dict[int, int]:

@@ -161,6 +161,7 @@ def _in_short(plan: Plan) -> str:
     return f"one of {len(plan.components)}, the loss's {plan.loss}"
 
 
+LOOKS = schema.dict_of(schema.text, list_of(row(STEP, optional(EXPONENT)), most=REMEMBERED))
 PILOT = record(
     make=_pilot,
     # Of old there was one rule, and the format was not told.
@@ -177,7 +178,8 @@ PILOT = record(
     graph=optional(GRAPH),
     owners=schema.dict_of(schema.text, INDEX),
     offsets=schema.dict_of(schema.text, OFFSET),
-    peaks=schema.dict_of(schema.text, list_of(row(STEP, optional(EXPONENT)), most=REMEMBERED)),
+    peaks=LOOKS,
+    parameters=Since(LOOKS, {}),
     unmet=schema.dict_of(schema.text, COUNT),
     above=list_of(STEP),
     one_scale=schema.flag,
