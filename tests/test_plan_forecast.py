@@ -149,6 +149,12 @@ def test_looks_of_late_tell_the_largest_gradient_and_the_largest_of_a_parameter(
     assert looks.recent(68, ["a"]) == [None]
 
 
+def test_parts_without_a_name_are_not_taken_for_each_other():
+    looks = Looks()
+    looks.add(0, ["", ""], [seen(-3, -3), seen(-40, -40)])
+    assert looks.recent(1, ["", ""]) == looks.recent_parameters(1, ["", ""]) == [None, None]
+
+
 def test_a_look_at_what_overflowed_tells_no_size():
     looks = Looks()
     looks.add(0, ["a"], [seen(-10, -4, nonfinite=1)])

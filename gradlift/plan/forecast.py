@@ -246,12 +246,13 @@ class Looks:
 
     def recent(self, step: int, names: Sequence[str]) -> list[int | None]:
         """The largest gradient of each component in the looks of the last ``PATIENCE`` steps before
-        ``step``: a batch whose gradients are small says nothing of the next."""
-        return [_of_late(self._peaks.get(name, ()), step) for name in names]
+        ``step``: a batch whose gradients are small says nothing of the next. None for those without
+        a name, of which there may be several."""
+        return [_of_late(self._peaks.get(name, ()), step) if name else None for name in names]
 
     def recent_parameters(self, step: int, names: Sequence[str]) -> list[int | None]:
         """Likewise of the parameters alone."""
-        return [_of_late(self._parameters.get(name, ()), step) for name in names]
+        return [_of_late(self._parameters.get(name, ()), step) if name else None for name in names]
 
     def to_dict(self) -> dict[str, Any]:
         """What it remembers, in primitives."""
