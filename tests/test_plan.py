@@ -290,6 +290,12 @@ def test_a_part_is_raised_no_further_than_brings_anything():
     assert 20 <= plan.exponents[1] <= 20 + 12
 
 
+def test_a_part_that_takes_less_than_the_loss_is_near_the_top_of_what_it_takes():
+    plan = choose(chain(2), [seen(-40, -18), seen(-4, 4)])
+    assert [c.interval for c in plan.components] == [Interval(16, 30), Interval(-20, 8)]
+    assert 8 - 3 <= plan.exponents[1] <= 8
+
+
 def test_what_other_looks_have_shown_bounds_a_part_from_above():
     near, far = seen(-20, -2), seen(-43, -22)
     assert choose(chain(2), [near, far]).components[1].interval == Interval(19, 34)

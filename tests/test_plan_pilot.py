@@ -113,6 +113,29 @@ def test_a_probe_of_an_easy_batch_does_not_raise_a_part_that_was_larger_before()
     assert it.offsets["a"] > 10
 
 
+def test_a_history_of_a_part_that_is_no_longer_raised_comes_down_with_it():
+    near, far = NEAR.with_parameters(2.0**-8), FAR.with_parameters(2.0**-48)
+    fresh, it = pilot(), pilot()
+    wanted = 8 + fresh.saw(record(0, 8, amax=-8), 2, survey(near, near))
+    exponent = 8 + it.saw(record(0, 8, amax=-8), 2, survey(near, far))
+    step = 2 * PATIENCE
+    grown = record(step, exponent, amax=-8 + it.offsets["a"])
+    exponent += it.saw(grown, step + 2, survey(near, near))
+    assert it.offsets == {"a": 0}
+    assert exponent == wanted, "what was that large is stored lower now"
+
+
+def test_in_8_bits_no_room_is_kept_for_what_other_batches_have_shown():
+    it = pilot(format="float8_e4m3fn", headroom=0)
+    near, far = NEAR.with_parameters(2.0**-8), FAR.with_parameters(2.0**-48)
+    exponent = 8 + it.saw(record(0, 8, amax=-8), 2, survey(near, near))
+    shift = it.saw(record(3, exponent, amax=-8), 5, survey(near, far))
+    assert it.offsets["a"] > 30
+    assert shift == 0
+    later = [it.saw(record(n, exponent, amax=-8), n + 2) for n in range(6, 3 * PATIENCE)]
+    assert not any(later), "nor is there more of it"
+
+
 def test_a_look_that_overflowed_says_nothing_of_other_batches():
     it = pilot()
     exponent = 8 + it.saw(record(0, 8), 2, survey(NEAR, FAR))

@@ -1,4 +1,5 @@
-"""Where gradients are going: a trend between probes, and the global exponent between them.
+"""Where gradients are going: a trend between probes, and the global exponent between them; and what
+the last steps and the last probes have shown, to judge by.
 
 Exponents of true gradients are followed, never stored ones, so a change of the exponent is no
 change of the history. All of it works on whole numbers of the last steps.
