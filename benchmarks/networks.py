@@ -20,12 +20,16 @@ take turns (see turns.py). Printed:
 The inputs are noise: where the gradients of a trained detector lie is not shown here, but what
 the scaler does in such a network, and what that takes.
 
+``--every`` takes small versions of all architectures of transformers that train on a CPU instead
+(``architectures.py``), some 150, and trains them for 60 steps, without times.
+
 Trainings bear company and timings do not, so the two can be had apart: ``--rounds 0`` times
 nothing, and several such processes may share a GPU; ``--steps 40`` times after a short training.
 
     PYTHONPATH=. python3 benchmarks/networks.py --minutes 9 --lines found.jsonl  minutes on a GPU
     PYTHONPATH=. python3 benchmarks/networks.py --device cuda --only ssd300_vgg16
     PYTHONPATH=. python3 benchmarks/networks.py --quick                           minutes on a CPU
+    PYTHONPATH=. python3 benchmarks/networks.py --device cpu --every --seeds 1    half an hour
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import copy
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import catalogue
+from benchmarks.architectures import architectures, trainable
 from benchmarks.catalogue import Network
 from benchmarks.command import Command, add_line, at_least, begin, check_target, tell
 from benchmarks.turns import Ratio, compare, hold_probes, take_turns, time_probes
@@ -64,6 +69,8 @@ class Effort:
 
 FULL = Effort(steps=300, block=4, rounds=14, probes=4)
 QUICK = Effort(steps=12, block=2, rounds=2, probes=1)
+EVERY = Effort(steps=60, block=2, rounds=0, probes=1)
+EVERY_RATE = 3e-3
 
 TIMED = ("torch", "torch again", "adaptive", "one scale")
 TRAINED = ("bfloat16", "torch", "one scale", "adaptive")
@@ -139,6 +146,7 @@ def build_scaler(way: str, model: nn.Module, device: str) -> torch.amp.GradScale
 
 def train(trainer: Trainer, batches: Sequence[Any], steps: int, seed: int) -> int:
     """Takes the first steps; how many were skipped. torch's scaler backs off with each."""
+    torch.manual_seed(seed)  # for dropout that is no module
     skipped, before = 0, trainer.scaler.get_scale()
     start = time.monotonic()
     for _ in range(steps):
@@ -232,6 +240,18 @@ def describe(found: Outcome) -> str:
     return f"{line}   {found.plan}"
 
 
+def describe_all(found: Sequence[Outcome]) -> str:
+    """What all of them skipped together."""
+    steps = sum(outcome.steps * len(outcome.skipped["torch"]) for outcome in found)
+    parts = []
+    for way in TRAINED[1:]:
+        counts = [sum(outcome.skipped[way]) for outcome in found]
+        parts.append(f"{way} {sum(counts)} in {sum(count > 0 for count in counts)} of them")
+    cuts = sum(any(outcome.cuts) for outcome in found)
+    told = f"{len(found)} networks, {steps} steps each way; skipped: {', '.join(parts)}"
+    return f"{told}; cuts at the end in {cuts}"
+
+
 def describe_seeds(values: Sequence[float]) -> str:
     """``mean [least, greatest]``."""
     mean = f"{statistics.fmean(values):.3g}"
@@ -242,25 +262,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train every network that was asked for and print the table."""
     command = Command(__doc__, device="best", quick="small networks, a few steps")
     command.add_argument("--only", nargs="+", metavar="NAME", help="these networks")
+    command.add_argument("--every", action="store_true",
+                         help="small versions of all of transformers; only train")  # fmt: skip
     command.add_argument("--minutes", type=at_least(1), default=60,
                          help="begin no network after so many (%(default)s)")  # fmt: skip
     command.add_argument(
         "--lines", type=check_target, metavar="PATH", help="add a line of JSON for each result"
     )
     command.add_argument("--steps", type=at_least(1),
-                         help=f"of training ({FULL.steps}; quick: {QUICK.steps})")  # fmt: skip
+                         help=f"of training ({FULL.steps}; quick: {QUICK.steps}; "
+                         f"every: {EVERY.steps})")  # fmt: skip
     command.add_argument("--rounds", type=at_least(0),
                          help="to time; 0: only train")  # fmt: skip
     command.add_argument("--seeds", type=at_least(1), default=2,
                          help="of the weights, for every way (%(default)s)")  # fmt: skip
     arguments = command.parse_args(argv)
     device: torch.device = arguments.device
-    networks = catalogue.chosen(command, arguments.quick, arguments.only)
+    networks: Iterable[Network]
+    if arguments.every:
+        known = {architecture.name for architecture in architectures()}
+        for name in set(arguments.only or ()) - known:
+            command.error(f"transformers has no {name!r} among its models with a loss")
+        networks = trainable(EVERY_RATE, arguments.only)
+    else:
+        networks = catalogue.chosen(command, arguments.quick, arguments.only)
     begin(device, one_thread=device.type == "cpu")
-    effort = QUICK if arguments.quick else FULL
+    effort = EVERY if arguments.every else QUICK if arguments.quick else FULL
     rounds = effort.rounds if arguments.rounds is None else arguments.rounds
     effort = replace(effort, steps=arguments.steps or effort.steps, rounds=rounds)
-    start, lines = time.monotonic(), [HEADER]
+    start, lines, all_found = time.monotonic(), [HEADER], list[Outcome]()
     for network in networks:
         if time.monotonic() - start > 60 * arguments.minutes:
             tell(f"{network.name}: no time left")
@@ -271,9 +301,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             tell(f"{network.name}: {type(error).__name__}: {error}")
             continue
         add_line(arguments.lines, found)
+        all_found.append(found)
         lines.append(describe(found))
         tell(f"{lines[-1]}   after {time.monotonic() - start:.0f} s")
-    print("\n".join(lines))
+    print("\n".join([*lines, describe_all(all_found)]))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import pytest
 import torch
 from cuts_harness import check_exact
 
+from benchmarks.architectures import architectures, learns
+
 transformers = pytest.importorskip("transformers")
 try:
     from torchvision import models as vision  # type: ignore[import-not-found]
@@ -196,73 +198,19 @@ def test_a_network_of_torchvision_is_exact(name):
 
 # Every language model, pair of encoder and decoder, and image classifier of transformers.
 
-ANY = {
-    **SMALL, **PAIR, **PICTURES, "image_size": 32, "num_layers": 2, "n_layer": 2, "n_layers": 2,
-    "num_heads": 4, "n_head": 4, "n_heads": 4, "num_key_value_heads": 2, "n_positions": 64,
-    "max_position_embeddings": 64, "n_embd": 32, "dim": 32, "hidden_dim": 48, "head_dim": 8,
-    "d_ff": 48, "d_kv": 8, "ffn_dim": 48, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-    "num_decoder_layers": 2, "num_encoder_layers": 2, "state_size": 4, "expand": 2,
-    "embedding_size": 32, "d_inner": 48, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "decoder_start_token_id": 0,
-}  # fmt: skip
-"""Whatever of this a configuration knows makes it small."""
-
 SUBNORMAL = {"CpmAntForCausalLM", "FalconH1ForCausalLM"}
 """Some of their gradients are below float32's normal range, where scaling them is not exact."""
-
-
-def mappings():
-    from transformers.models.auto import modeling_auto as auto
-
-    yield auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, language
-    yield auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, language
-    yield auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, language
-    yield (
-        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-        lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])},
-    )
-
-
-def everything():
-    """(name, model type, inputs) of each network once."""
-    found = {}
-    for mapping, inputs in mappings():
-        for kind, names in mapping.items():
-            name = names if isinstance(names, str) else names[0]
-            found.setdefault(name, (name, kind, inputs))
-    return list(found.values())
-
-
-def build_any(name, kind, given):
-    """A small version, or None where this table of sizes does not make one that runs."""
-    config_class = transformers.CONFIG_MAPPING[kind]
-    try:
-        known = config_class()
-        if getattr(known, "sub_configs", None):
-            return None
-        config = config_class(**{key: ANY[key] for key in ANY if hasattr(known, key)})
-        with torch.device("meta"):
-            if sum(p.numel() for p in getattr(transformers, name)(config).parameters()) > 3e7:
-                return None
-        torch.manual_seed(0)
-        model = getattr(transformers, name)(config).float().train()
-        model(**given).loss.backward()
-    except Exception:  # theirs, of any kind
-        return None
-    grads = [param.grad for param in model.parameters()]
-    return model if any(grad is not None and bool(grad.any()) for grad in grads) else None
 
 
 @pytest.mark.slow
 def test_all_networks_of_transformers_are_exact():
     exact, skipped = [], []
-    for name, kind, inputs in everything():
+    for architecture in architectures():
+        name = architecture.name
         torch.manual_seed(0)
-        given = inputs()
-        model = None if name in SUBNORMAL else build_any(name, kind, given)
-        if model is None:
+        given = architecture.draw(torch.Generator().manual_seed(0))
+        model = None if name in SUBNORMAL else architecture.build()
+        if model is None or not learns(model, given):
             skipped.append(name)
             continue
         try:
