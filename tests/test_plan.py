@@ -290,6 +290,18 @@ def test_a_part_is_raised_no_further_than_brings_anything():
     assert 20 <= plan.exponents[1] <= 20 + 12
 
 
+def test_no_part_is_lower_than_one_exponent_for_all_would_have_it():
+    # Far below it, what asks for nothing would take along what shows only zeros, out of sight.
+    dark = Histogram.from_bins([50] + [0] * 255, 8, "float16")
+    low = seen(-10, -4)
+    plan = choose(chain(5), [seen(-20, -2), seen(-43, -22), low, dark, low])
+    assert [plan.components[i].interval for i in (2, 4)] == [Interval(-14, 16)] * 2
+    assert min(c.interval.high for c in plan.components) == 14
+    assert plan.exponents[2] == plan.exponents[3] == plan.exponents[4] >= 14 - 3
+    assert plan.probe_again
+    assert "layers.3: shows only zeros" in str(plan)
+
+
 def test_a_part_that_takes_less_than_the_loss_is_near_the_top_of_what_it_takes():
     plan = choose(chain(2), [seen(-40, -18), seen(-4, 4)])
     assert [c.interval for c in plan.components] == [Interval(16, 30), Interval(-20, 8)]

@@ -7,7 +7,8 @@ In pseudo-code; ``Choice.exponents`` has the same shape::
     the loss:   with as few cuts as can be, no higher than what it sends gradients to takes
     the cuts:   as far from the loss as they can be, with bits to spare where that costs no cut
     a region:   near the top of what all of it allows, where few values are subnormal, but above
-                the loss no higher than brings anything: what is small there now may grow
+                what one exponent for all could be no higher than brings anything: what is small
+                there now may grow
 """
 
 from __future__ import annotations
@@ -105,12 +106,17 @@ class Choice:
             base = exponents[region[0]]
             common = meet(self.usable[i].shifted(base - exponents[i]) for i in region)
             if self.graph.loss not in region:
-                most = max(common.low + ENOUGH, chosen[self.graph.loss])
+                most = max(common.low + ENOUGH, self._one + self.headroom)
                 common = Interval(common.low, min(common.high, most))
             best = self._pick(common, [e for i in region if (e := self.last[i]) is not None])
             for i in region:
                 chosen[i] = best + exponents[i] - base
         return chosen
+
+    @property
+    def _one(self) -> int:
+        """What one exponent for all could be; lower, a part would be worse off than with that."""
+        return min(interval.high for interval in self.usable)
 
     def _pick(self, common: Interval, last: Sequence[int]) -> int:
         """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""
