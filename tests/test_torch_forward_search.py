@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradlift.report import read
 from gradlift.torch import AdaptiveGradScaler, ForwardGuard, GradScaler
+from gradlift.torch.forward.search import FOLLOWED, FOLLOWS
 from gradlift.torch.forward.watch import StepWatch
 
 pytestmark = pytest.mark.filterwarnings(
@@ -59,9 +60,12 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def over(self, batches: list[Tensor]) -> None:
+        for batch in batches:
+            self.step(batch)
+
     def steps(self, count: int, x: Tensor = X) -> None:
-        for _ in range(count):
-            self.step(x)
+        self.over([x] * count)
 
 
 def made(kind: type[GradScaler], model: nn.Module, **options) -> GradScaler:
@@ -145,15 +149,58 @@ def test_an_update_that_comes_after_the_next_forward_pass_is_not_too_late(named:
         assert run.scaler.last_cause.certain
 
 
-def test_a_step_that_is_watched_and_turns_out_fine_leaves_nothing():
+def is_looked_at(model: nn.Module) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("forward", [None, "mend"])
+def test_steps_that_are_watched_and_turn_out_fine_leave_nothing(forward: str | None):
     model = network()
-    run = Run(model, made(GradScaler, model))
+    run = Run(model, made(GradScaler, model, forward=forward))
     run.step(X * math.nan)
-    run.step()
-    run.step()
+    run.steps(1 + FOLLOWED)
     assert run.scaler.last_cause is None
     assert run.scaler.skipped_steps == 1
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not is_looked_at(model)
+
+
+def mixed(count: int, every: int = 4) -> list[Tensor]:
+    """Batches of which every fourth takes ``Hot`` out of float16's range."""
+    return [X if (number + 2) % every == 0 else X * 2.0**-12 for number in range(count)]
+
+
+@BOTH
+def test_what_breaks_in_some_batches_alone_is_found(kind: type[GradScaler]):
+    model = network(hot=True)
+    run = Run(model, made(kind, model))
+    with pytest.warns(RuntimeWarning, match=r"gradlift: addmm in 1\.\w+ made .* inf of"):
+        run.over(mixed(8))
+    assert [math.isfinite(loss) for loss in run.losses] == [True, True, False, True] * 2
+    assert run.scaler.last_cause.kind == "forward"
+
+
+@BOTH
+def test_what_breaks_in_some_batches_alone_is_mended(kind: type[GradScaler]):
+    model = network(hot=True)
+    run = Run(model, made(kind, model, forward="mend"))
+    with pytest.warns(RuntimeWarning, match="ForwardGuard runs these modules mended"):
+        run.over(mixed(16))
+    assert run.scaler.skipped_steps == 1
+    assert not math.isfinite(run.losses[2])
+    assert all(map(math.isfinite, run.losses[3:]))
+    assert not is_looked_at(model)
+
+
+def test_a_run_with_bad_batches_now_and_then_is_not_watched_for_ever():
+    model = network()
+    run = Run(model, made(GradScaler, model))
+    rare = FOLLOWED + 4
+    watched = 0
+    for number in range((FOLLOWS + 3) * rare):
+        run.step(X if number % rare else X * math.nan)
+        watched += is_looked_at(model)
+    assert run.scaler.last_cause is None
+    assert FOLLOWS * FOLLOWED <= watched <= FOLLOWS * (FOLLOWED + 1) + 3 * 2
 
 
 @pytest.mark.filterwarnings("ignore:gradlift:RuntimeWarning")
@@ -163,7 +210,7 @@ def test_what_was_noted_of_a_watched_step_goes_with_it():
     run = Run(model, made(GradScaler, model))
     for _ in range(2):
         run.steps(1, X * math.nan)
-        run.steps(3)
+        run.steps(2 + FOLLOWED)
     gc.collect()
     assert not any(type(thing) is StepWatch for thing in gc.get_objects())
 
@@ -180,6 +227,7 @@ def test_a_healthy_run_is_watched_never_and_ends_at_the_same_bits():
     assert not run.scaler.forward_guard.mended
 
 
+@pytest.mark.filterwarnings("ignore:gradlift. an input already holds:RuntimeWarning")
 def test_an_evaluation_between_two_steps_is_not_watched():
     model = network()
     run = Run(model, made(GradScaler, model))
@@ -188,6 +236,8 @@ def test_an_evaluation_between_two_steps_is_not_watched():
         model(X * math.nan)
     run.step()
     assert run.scaler.last_cause is None
+    run.step(X * math.nan)
+    run.step()
     run.step(X * math.nan)
     scaler = run.scaler
     del scaler, run

@@ -5,7 +5,10 @@ it: the loss itself was not finite, or three steps in a row were skipped. Then t
 watched (``watch``), or, where a guard may mend the forward pass, looked at module by module
 (``guard``). Until then nothing is looked at, and nothing is waited for.
 
-A run that skips for ever is watched once: what was found stays true until a step is taken.
+Often it is some batches alone that break, and the next one does not: after a loss that was not
+finite steps are looked at until one breaks again, ``FOLLOWED`` more at most, in a run ``FOLLOWS``
+times until a cause is found. A run that skips for ever is watched once: what was found stays true
+until a step is taken.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from gradlift.troubleshooting import warn
 
 # After so many skipped steps in a row a cause is looked for: a scale is found in fewer.
 UNCLEAR = 3
+# After a bad loss so many more steps are looked at, if the next is fine, and so often in a run.
+FOLLOWED = 8
+FOLLOWS = 8
 
 Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
 """From what this rank found, and whether its watch began too late, to what the first rank with a
@@ -57,6 +63,9 @@ class CauseSearch:
         self._is_answered = False
         self._guard_knows = True
         """Whether the guard has mended what it was asked to, so far."""
+        self._more = 0
+        """Steps to look at after the one under way, if that is fine."""
+        self._follows = FOLLOWS
 
     @property
     def mended(self) -> dict[str, str]:
@@ -94,6 +103,8 @@ class CauseSearch:
             return
         self._is_answered = True
         self.stop()
+        if new_bad_loss and self.last is None and self._follows:
+            self._more, self._follows = FOLLOWED, self._follows - 1
         if new_bad_loss and self.guard is not None and self._guard_knows:
             self.under_way = Look(self.guard)
         else:
@@ -121,7 +132,9 @@ class CauseSearch:
     def _end_look(self, look: Look) -> None:
         self.under_way = None
         mended = look.stop()
-        if mended and self.guard is not None:
+        assert self.guard is not None
+        if mended:
+            self._more = 0
             names = ", ".join(
                 f"{name or 'the model'} ({self.guard.mended[name]})" for name in mended
             )
@@ -130,6 +143,9 @@ class CauseSearch:
                 "forwardguard-runs-these-modules-mended",
                 stacklevel=4,
             )
+        elif self._more and not look.saw_bad:
+            self._more -= 1
+            self.under_way = Look(self.guard)
         else:
             # Nothing to mend: then at least say what it is, in the next step that breaks.
             self._is_answered = self._guard_knows = False
@@ -149,11 +165,14 @@ class CauseSearch:
         was_late, self._was_late = self._was_late, late
         if found is None:
             self._is_answered = late
-            if late and not was_late:
-                # Trainers that update after the next forward pass: then the one after that.
+            # Trainers that update after the next forward pass: then the one after that.
+            again = not was_late if late else self._more > 0
+            if again:
+                self._more -= not late
                 self._begin_watch()
                 self._goes_on = True
             return
+        self._more = 0
         self.last = self.found_now = found
         warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
 
