@@ -300,6 +300,11 @@ def test_no_part_is_lower_than_one_exponent_for_all_would_have_it():
     assert plan.exponents[2] == plan.exponents[3] == plan.exponents[4] >= 14 - 3
     assert plan.probe_again
     assert "layers.3: shows only zeros" in str(plan)
+    # Nor lower than the loss, where one part elsewhere would hold all others down.
+    far = seen(-43, -22)
+    plan = choose(chain(6), [seen(-20, -2), far, low, dark, far, seen(0, 10)])
+    assert plan.components[5].interval.high == 2
+    assert plan.exponents[2] == plan.exponents[3] >= plan.exponents[0] == 11
 
 
 def test_a_part_that_takes_less_than_the_loss_is_near_the_top_of_what_it_takes():

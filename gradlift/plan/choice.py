@@ -7,8 +7,8 @@ In pseudo-code; ``Choice.exponents`` has the same shape::
     the loss:   with as few cuts as can be, no higher than what it sends gradients to takes
     the cuts:   as far from the loss as they can be, with bits to spare where that costs no cut
     a region:   near the top of what all of it allows, where few values are subnormal, but above
-                what one exponent for all could be no higher than brings anything: what is small
-                there now may grow
+                the loss, and what one exponent for all could be, no higher than brings anything:
+                what is small there now may grow
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Choice:
             base = exponents[region[0]]
             common = meet(self.usable[i].shifted(base - exponents[i]) for i in region)
             if self.graph.loss not in region:
-                most = max(common.low + ENOUGH, self._one + self.headroom)
+                least = max(chosen[self.graph.loss], self._one) + self.headroom
+                most = max(common.low + ENOUGH, least)
                 common = Interval(common.low, min(common.high, most))
             best = self._pick(common, [e for i in region if (e := self.last[i]) is not None])
             for i in region:

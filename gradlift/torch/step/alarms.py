@@ -16,8 +16,8 @@ from gradlift.troubleshooting import see, warn
 BAD_LOSS_ADVICE = (
     "gradlift: the loss is inf or NaN before it is scaled: the data, the weights or the forward "
     "pass hold what is not finite, and no loss scale can help. The step is skipped and the scale "
-    "stays as it is. The next steps are watched for where it begins, and scaler.last_cause will hold "
-    "it"
+    "stays as it is. The next steps are watched for where it begins, and scaler.last_cause will "
+    "hold it"
 )
 
 
