@@ -191,6 +191,20 @@ def test_what_breaks_in_some_batches_alone_is_mended(kind: type[GradScaler]):
     assert not is_looked_at(model)
 
 
+@pytest.mark.parametrize("forward", [None, "mend"])
+def test_nothing_is_looked_at_while_a_graph_is_captured(forward: str | None, monkeypatch):
+    model = network(hot=True)
+    run = Run(model, made(GradScaler, model, forward=forward))
+    run.step()
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for place in ("watch", "guard"):
+            patch.setattr(f"gradlift.torch.forward.{place}.is_captured", lambda: True)
+        run.step()
+    with pytest.warns(RuntimeWarning, match="gradlift: (addmm in 1|ForwardGuard)"):
+        run.step()
+
+
 def test_a_run_with_bad_batches_now_and_then_is_not_watched_for_ever():
     model = network()
     run = Run(model, made(GradScaler, model))

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradlift.formats import power_of_two
 from gradlift.torch.adaptive.outputs import tensors_in
-from gradlift.torch.forward.values import values_of
+from gradlift.torch.forward.values import is_captured, values_of
 from gradlift.torch.names import Names
 
 HALF = torch.finfo(torch.float16)
@@ -172,9 +172,12 @@ class Look:
         return tuple(name for name in self._guard._mended if name not in self._old)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._finite.setdefault(id(module), []).append(_largest((args, kwargs)) < math.inf)
+        if not is_captured():
+            self._finite.setdefault(id(module), []).append(_largest((args, kwargs)) < math.inf)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if is_captured():
+            return None
         was_finite = self._finite[id(module)].pop()
         name = self._guard._names.of_module[id(module)]
         largest = _largest(output)

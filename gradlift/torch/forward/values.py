@@ -31,3 +31,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested:
         return tensor.values()
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def is_captured() -> bool:
+    """Whether what runs now is recorded as a CUDA graph, in which nothing may be read back."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
-from gradlift.torch.forward.values import has_values, values_of
+from gradlift.torch.forward.values import has_values, is_captured, values_of
 from gradlift.torch.names import Names
 
 # More operations than a step has: what runs for longer is no step, and is watched no more.
@@ -91,7 +91,8 @@ class StepWatch:
         part of it: trainers may call the parts alone."""
 
         def begin(module: nn.Module, args: Any) -> None:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            hidden = torch.compiler.is_compiling() or is_captured()
+            if torch.is_grad_enabled() and not hidden:
                 self._wait_no_more()
                 self.start()
 
