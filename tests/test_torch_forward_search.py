@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 import warnings
 
 import pytest
@@ -15,6 +16,7 @@ from gradlift.report import read
 from gradlift.torch import AdaptiveGradScaler, ForwardGuard, GradScaler
 from gradlift.torch.forward.search import FOLLOWED, FOLLOWS
 from gradlift.torch.forward.watch import StepWatch
+from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, COUNTS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:gradlift. the loss is inf or NaN:RuntimeWarning",
@@ -189,6 +191,33 @@ def test_what_breaks_in_some_batches_alone_is_mended(kind: type[GradScaler]):
     assert not math.isfinite(run.losses[2])
     assert all(map(math.isfinite, run.losses[3:]))
     assert not is_looked_at(model)
+
+
+@pytest.mark.filterwarnings("ignore:gradlift. ForwardGuard:RuntimeWarning")
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("rate", [0.07, 0.3])
+def test_ranks_watch_together_whatever_their_guards_find(seed: int, rate: float):
+    """A watch ends with a message over the ranks: one that is alone with it waits for ever."""
+    models = [network(hot=True), network()]
+    searches = [made(GradScaler, m, forward="mend")._search for m in models]
+    chance, counts = random.Random(seed), [0] * COUNTS
+    for _ in range(60):
+        for model, search in zip(models, searches, strict=True):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(chance.choice([X, X * 2.0**-12])).float().sum()
+            search.see_loss(loss)
+        watching = {isinstance(search.under_way, StepWatch) for search in searches}
+        assert len(watching) == 1
+        for search in searches:
+            search.end((), lambda found, late: (None, False))
+            search.end_step()
+        bad, before = chance.random() < rate, list(counts)
+        counts[BAD_LOSS] += bad
+        counts[CONSECUTIVE] = (counts[CONSECUTIVE] + 1) * bad
+        for search in searches if counts != before else ():
+            search.consider(list(counts))
+    for search in searches:
+        search.stop()
 
 
 @pytest.mark.parametrize("forward", [None, "mend"])

@@ -102,22 +102,19 @@ class Choice:
     def _moved(self, exponents: Sequence[int]) -> list[int]:
         """Every region at the best exponent that all of it allows."""
         chosen = list(exponents)
+        # What one exponent for all could be; lower, a part would be worse off than with that.
+        one = min(interval.high for interval in self.usable)
         for region in self.graph.regions(exponents):
             base = exponents[region[0]]
             common = meet(self.usable[i].shifted(base - exponents[i]) for i in region)
             if self.graph.loss not in region:
-                least = max(chosen[self.graph.loss], self._one) + self.headroom
+                least = max(chosen[self.graph.loss], one) + self.headroom
                 most = max(common.low + ENOUGH, least)
                 common = Interval(common.low, min(common.high, most))
             best = self._pick(common, [e for i in region if (e := self.last[i]) is not None])
             for i in region:
                 chosen[i] = best + exponents[i] - base
         return chosen
-
-    @property
-    def _one(self) -> int:
-        """What one exponent for all could be; lower, a part would be worse off than with that."""
-        return min(interval.high for interval in self.usable)
 
     def _pick(self, common: Interval, last: Sequence[int]) -> int:
         """A last exponent that is good enough, or the best one; 0 where nothing is at stake."""

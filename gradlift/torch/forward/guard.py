@@ -151,8 +151,6 @@ class Look:
         self._guard = guard
         self._handles: list[RemovableHandle] = []
         self._finite: dict[int, list[bool]] = {}
-        self.saw_bad = False
-        """Whether an output was not finite."""
         self._old: tuple[str, ...] = tuple(guard._mended)
         for module in guard._modules.values():
             before = module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -181,7 +179,6 @@ class Look:
         was_finite = self._finite[id(module)].pop()
         name = self._guard._names.of_module[id(module)]
         largest = _largest(output)
-        self.saw_bad |= largest == math.inf
         halves = _largest(output, halves_alone=True)
         close = halves > HALF.max * 2.0**-self._guard.distance
         if not was_finite or not (largest == math.inf or close):

@@ -3,7 +3,8 @@
 A skipped step is ordinary while a scale is being found. It asks for a look when no scale can mend
 it: the loss itself was not finite, or three steps in a row were skipped. Then the next step is
 watched (``watch``), or, where a guard may mend the forward pass, looked at module by module
-(``guard``). Until then nothing is looked at, and nothing is waited for.
+(``guard``), and watched if it breaks again. Until then nothing is looked at, and nothing is waited
+for.
 
 Often it is some batches alone that break, and the next one does not: after a loss that was not
 finite steps are looked at until one breaks again, ``FOLLOWED`` more at most, in a run ``FOLLOWS``
@@ -61,8 +62,8 @@ class CauseSearch:
         """The counts of skips, all but that of updates, that ``consider`` was shown last."""
         self._seen_bad_losses = 0
         self._is_answered = False
-        self._guard_knows = True
-        """Whether the guard has mended what it was asked to, so far."""
+        self._is_guards_turn = True
+        """Whether the guard looks after the next bad loss; after every other one it does."""
         self._more = 0
         """Steps to look at after the one under way, if that is fine."""
         self._follows = FOLLOWS
@@ -98,16 +99,18 @@ class CauseSearch:
         new_bad_loss = bad_losses > self._seen_bad_losses
         self._seen_bad_losses = bad_losses
         if not consecutive:
-            self._is_answered, self._guard_knows = False, True
+            self._is_answered = False
         if self._is_answered or not (new_bad_loss or consecutive >= UNCLEAR):
             return
-        self._is_answered = True
         self.stop()
-        if new_bad_loss and self.last is None and self._follows:
-            self._more, self._follows = FOLLOWED, self._follows - 1
-        if new_bad_loss and self.guard is not None and self._guard_knows:
+        follows = new_bad_loss and self._follows > 0
+        self._more, self._follows = FOLLOWED * follows, self._follows - follows
+        # Ranks watch together, so what a guard found on one of them decides nothing.
+        if new_bad_loss and self.guard is not None and self._is_guards_turn:
+            self._is_guards_turn = False
             self.under_way = Look(self.guard)
         else:
+            self._is_answered = self._is_guards_turn = True
             self._begin_watch()
 
     def _begin_watch(self) -> None:
@@ -143,12 +146,9 @@ class CauseSearch:
                 "forwardguard-runs-these-modules-mended",
                 stacklevel=4,
             )
-        elif self._more and not look.saw_bad:
+        elif self._more:
             self._more -= 1
             self.under_way = Look(self.guard)
-        else:
-            # Nothing to mend: then at least say what it is, in the next step that breaks.
-            self._is_answered = self._guard_knows = False
 
     def end(self, grads: Iterable[Tensor], share: Share) -> None:
         """Gradients are about to be looked at: what broke the step, if it was watched.
@@ -172,7 +172,7 @@ class CauseSearch:
                 self._begin_watch()
                 self._goes_on = True
             return
-        self._more = 0
+        self._more = self._follows = 0
         self.last = self.found_now = found
         warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
 
