@@ -184,7 +184,7 @@ def test_what_breaks_in_some_batches_alone_is_found(kind: type[GradScaler]):
 @BOTH
 def test_what_breaks_in_some_batches_alone_is_mended(kind: type[GradScaler]):
     model = network(hot=True)
-    run = Run(model, made(kind, model, forward="mend"))
+    run = Run(model, made(kind, model, forward=ForwardGuard(model, distance=0.0)))
     with pytest.warns(RuntimeWarning, match="ForwardGuard runs these modules mended"):
         run.over(mixed(16))
     assert run.scaler.skipped_steps == 1
@@ -229,6 +229,7 @@ def test_nothing_is_looked_at_while_a_graph_is_captured(forward: str | None, mon
         warnings.simplefilter("error")
         for place in ("watch", "guard"):
             patch.setattr(f"gradlift.torch.forward.{place}.is_captured", lambda: True)
+        patch.delattr("gradlift.torch.forward.guard._largest")
         run.step()
     with pytest.warns(RuntimeWarning, match="gradlift: (addmm in 1|ForwardGuard)"):
         run.step()
