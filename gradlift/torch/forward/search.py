@@ -62,6 +62,8 @@ class CauseSearch:
         """The counts of skips, all but that of updates, that ``consider`` was shown last."""
         self._seen_bad_losses = 0
         self._is_answered = False
+        self._has_looked = False
+        """Whether the guard has, since a step was taken."""
         self._is_guards_turn = True
         """Whether the guard looks after the next bad loss; after every other one it does."""
         self._more = 0
@@ -99,15 +101,17 @@ class CauseSearch:
         new_bad_loss = bad_losses > self._seen_bad_losses
         self._seen_bad_losses = bad_losses
         if not consecutive:
-            self._is_answered = False
-        if self._is_answered or not (new_bad_loss or consecutive >= UNCLEAR):
+            self._is_answered = self._has_looked = False
+        # After a guard has looked a scale may have to be found anew.
+        unclear = consecutive >= UNCLEAR and not self._has_looked
+        if self._is_answered or not (new_bad_loss or unclear):
             return
         self.stop()
         follows = new_bad_loss and self._follows > 0
         self._more, self._follows = FOLLOWED * follows, self._follows - follows
         # Ranks watch together, so what a guard found on one of them decides nothing.
         if new_bad_loss and self.guard is not None and self._is_guards_turn:
-            self._is_guards_turn = False
+            self._is_guards_turn, self._has_looked = False, True
             self.under_way = Look(self.guard)
         else:
             self._is_answered = self._is_guards_turn = True
