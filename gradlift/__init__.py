@@ -6,8 +6,8 @@ Importing this package imports no framework. The scalers live beside their frame
 Accelerate and transformers.
 """
 
-from gradlift.policy import Dynamic, ScaleState, Static, update
+from gradlift.policy import Dynamic, Predictive, ScaleState, Static, update
 
 __version__ = "0.1.0"
 
-__all__ = ["Dynamic", "ScaleState", "Static", "update"]
+__all__ = ["Dynamic", "Predictive", "ScaleState", "Static", "update"]

@@ -1,6 +1,6 @@
-"""When the loss scale changes, and by how much: one pure rule for every framework.
+"""Policies: when the loss scale changes, and by how much. One pure rule for every framework.
 
-The rule, in pseudo-code; ``update`` below has the same shape::
+``Static`` and ``Dynamic``, in pseudo-code::
 
     overflow, loss finite:      patience -= 1, clean = 0
                                 out of patience: scale = max(scale * backoff_factor, min_scale)
@@ -9,12 +9,21 @@ The rule, in pseudo-code; ``update`` below has the same shape::
                                 clean = growth_delay + growth_interval: clean = growth_delay,
                                 patience refilled, scale = min(scale * growth_factor, max_scale)
 
-It is written once over an injected ``where``: a Python ternary, ``torch.where``,
-``jnp.where`` and ``keras.ops.where`` all run the same lines, so the frameworks cannot drift
-apart. Every product is rounded to float32, which is what the scale is stored in. (An array
-framework that multiplies in float32 rounds the factor first: with 1.1 or 0.7, which float32 does
-not hold, it may end a last bit away from Python and from torch, which multiply in float64.) State
-goes in, state comes out; nothing here logs, reads a clock or knows of ranks.
+``Predictive`` keeps ``peak``, the largest recent gradient, and ``gap``, the powers of two by which
+something unseen exceeds it::
+
+    overflow, loss finite:      the step before was clean: gap += 1
+                                scale /= 2**BACKOFF, peak = the gradient that fits this scale
+    overflow, loss not finite:  nothing changes
+    a gradient was measured:    peak = max(largest, peak * LEAK), gap -= GAP_LEAK
+    nothing but zeros:          every ZEROS steps scale *= 2, up to FIRST_GUESS
+    then:                       scale = 2**(15 - headroom - floor(gap)) / peak, a power of two
+
+``update`` takes the framework's ``where`` (a Python ternary, ``torch.where``, ``jnp.where`` or
+``keras.ops.where``), so all frameworks run the same lines. Every product is rounded to float32.
+(A framework that multiplies in float32 rounds the factor first. With a factor of 1.1 or 0.7,
+``Dynamic`` may differ there in the last bit from Python and torch, which multiply in float64.
+``Predictive`` is equal everywhere: its products are powers of two, but for one.)
 """
 
 from __future__ import annotations
@@ -33,6 +42,26 @@ ON_FLOOR = ("hold", "warn", "raise")
 
 Where = Callable[[Any, Any, Any], Any]
 
+# Of ``Predictive``. ``benchmarks/results/NOTES.md`` says what each of them buys.
+LEAK = 0.9330329895019531
+"""2**-0.1 in float32: the part of the peak that is left after a step."""
+BACKOFF = 6
+"""Powers of two by which an overflow lowers the scale: nobody knows how far it went."""
+GAP_LEAK = 2.0**-12
+"""Powers of two by which the gap shrinks in a clean step."""
+LARGEST_GAP = 12.0
+ZEROS = 100
+"""Steps with nothing but zeros after which the scale doubles."""
+FIRST_GUESS = 2.0**16
+"""The scale that zeros may lead to, and torch's first one."""
+FULL = 1.875
+"""Mantissa of a peak that was not measured: as large as its scale allows, nearly."""
+UNKNOWN = -1.0
+"""The largest gradient of a step in which nothing was measured."""
+LARGEST_EXPONENT = 15  # of float16
+NO_GRADIENT = 2.0**-112
+"""Smaller gradients count as zero: the scale for them would be infinite in float32."""
+
 
 class ScaleState(NamedTuple):
     """What the rule remembers between steps.
@@ -43,9 +72,15 @@ class ScaleState(NamedTuple):
 
     scale: Any
     growth_tracker: Any
-    """Clean steps since a step was skipped, or since the scale grew, beyond ``growth_delay``."""
+    """Clean steps since a step was skipped, or since the scale grew, beyond ``growth_delay``.
+    ``Predictive``: steps in a row with nothing but zeros."""
     hysteresis_tracker: Any
-    """Overflows that may still pass before the scale backs off; starts at ``hysteresis``."""
+    """Overflows that may still pass before the scale backs off; starts at ``hysteresis``.
+    ``Predictive``: 0 after an overflow, 1 after a clean step."""
+    peak: Any = 0.0
+    """``Predictive``: the largest recent gradient, unscaled, float32; 0 before any."""
+    gap: Any = 0.0
+    """``Predictive``: powers of two by which something unseen exceeds the peak, float32."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +109,7 @@ class Static:
         _store(self, "init_scale", _scale_value(self.init_scale, "init_scale"))
 
     def init(self) -> ScaleState:
-        """The state before the first step, in Python numbers."""
+        """Return the state before the first step, in Python numbers."""
         return ScaleState(self.init_scale, 0, 1)
 
 
@@ -134,23 +169,10 @@ class Dynamic:
             raise ValueError(
                 f"consecutive_hysteresis must be True or False, got {self.consecutive_hysteresis!r}"
             )
-        if self.min_scale > self.max_scale:
-            raise ValueError(
-                f"min_scale must not exceed max_scale, got {self.min_scale!r} > {self.max_scale!r}"
-            )
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"init_scale must lie between min_scale and max_scale, got {self.init_scale!r} "
-                f"with min_scale={self.min_scale!r} and max_scale={self.max_scale!r}"
-            )
-        if not (callable(self.on_floor) or self.on_floor in ON_FLOOR):
-            raise ValueError(
-                f"on_floor must be one of {', '.join(map(repr, ON_FLOOR))} or a callable, "
-                f"got {self.on_floor!r}"
-            )
+        _check_bounds(self)
 
     def init(self) -> ScaleState:
-        """The state before the first step, in Python numbers."""
+        """Return the state before the first step, in Python numbers."""
         return ScaleState(self.init_scale, 0, self.hysteresis)
 
     # What other systems do, each as one policy. Settings that a system leaves unbounded take
@@ -217,13 +239,67 @@ class Dynamic:
         return cls(**{"init_scale": 2.0**24, "min_scale": 1.0, "on_floor": "raise", **changes})
 
 
+@dataclass(frozen=True)
+class Predictive:
+    """A scale that follows the largest gradient, as high as is safe for float16.
+
+    Every step measures its largest gradient, and the next scale leaves ``headroom`` free above the
+    largest one of recent steps. Gradients that shrink raise the scale, gradients that grow lower it
+    before they overflow. The scale is always a power of two.
+
+    Args:
+        init_scale: the scale of the first step.
+        headroom: powers of two to keep free above the largest gradient, 0 to 15.
+        min_scale: the scale never falls below this.
+        max_scale: the scale never grows above this.
+        on_floor: as for ``Dynamic``.
+
+    Examples:
+        >>> policy = Predictive()
+        >>> state = update(policy, policy.init(), found_inf=False, largest=0.03)
+        >>> state.scale
+        131072.0
+    """
+
+    init_scale: float = 2.0**8
+    headroom: int = 3
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**96
+    on_floor: str | Callable[[Any], object] = "warn"
+
+    # Torch's numbers, for a scaler of torch's that loads a state of this policy.
+    growth_factor = 2.0
+    backoff_factor = 0.5
+    growth_interval = 2000
+    hysteresis = 1
+    consecutive_hysteresis = True
+    growth_delay = 0
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "max_scale"):
+            value = _store(self, name, _scale_value(getattr(self, name), name))
+            check_power_of_two(value, name)
+        _check_bounds(self)
+        if _count(self.headroom, "headroom", least=0) > LARGEST_EXPONENT:
+            raise ValueError(f"headroom must be between 0 and 15, got {self.headroom!r}")
+
+    def init(self) -> ScaleState:
+        """Return the state before the first step, in Python numbers."""
+        return ScaleState(self.init_scale, 0, 1)
+
+    def resume(self, scale: float) -> ScaleState:
+        """Return the state that goes on from a scale alone, as if its gradients just fitted."""
+        start = min(max(power_below(scale), self.min_scale), self.max_scale)
+        return ScaleState(start, 0, 1, peak_for(self, start, 0.0))
+
+
 _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, "on_floor": "hold"}
 
 PRESETS = ("torch", "keras", "apex", "mxnet", "flax", "jmp", "deepspeed", "megatron", "fairseq",
            "mindspore")  # fmt: skip
 """Other systems whose numbers ``Dynamic`` has, by the names of its class methods."""
 
-Policy = Static | Dynamic
+Policy = Static | Dynamic | Predictive
 
 # What the rule goes by, in the order in which kernels and messages hold it.
 RULE_FIELDS = (
@@ -239,8 +315,9 @@ RULE_FIELDS = (
 
 
 def numbers(policy: Policy) -> tuple[float, ...]:
-    """The values of ``RULE_FIELDS``."""
-    return tuple(getattr(policy, name) for name in RULE_FIELDS)
+    """Return the values of ``RULE_FIELDS``; a ``Predictive`` has one more, its headroom."""
+    own = (policy.headroom,) if isinstance(policy, Predictive) else ()
+    return (*(getattr(policy, name) for name in RULE_FIELDS), *own)
 
 
 def ternary(condition: Any, if_true: Any, if_false: Any) -> Any:
@@ -252,28 +329,28 @@ def update(
     policy: Policy,
     state: ScaleState,
     found_inf: Any,
-    where: Where = ternary,
     loss_finite: Any = True,
+    largest: Any = UNKNOWN,
+    where: Where = ternary,
 ) -> ScaleState:
-    """The state after one step.
+    """Return the state after one step, of the same kind as ``state``.
 
     Args:
-        policy: a ``Static`` or a ``Dynamic``.
+        policy: a ``Static``, ``Dynamic`` or ``Predictive``.
         state: the state before the step.
         found_inf: whether the step's gradients held an inf or a NaN, which means that it was
             skipped: a bool, or a 0-d bool array.
-        where: the framework's select function.
         loss_finite: whether the unscaled loss was finite: a bool, or a 0-d bool array. A step
             skipped because of its loss leaves the scale where it is.
-
-    Returns:
-        A new state of the same kind as ``state``.
+        largest: the largest magnitude of the unscaled gradients, a float or a 0-d float32 array;
+            negative if it is not known. ``Predictive`` alone uses it, in steps without an overflow.
+        where: the framework's select function.
     """
-    scale, clean, patience = state
+    if isinstance(policy, Predictive):
+        return _predict(policy, state, found_inf, loss_finite, largest, where)
+    scale, clean, patience, *rest = state
 
-    blame = where(found_inf, 1 + 0 * patience, 0 * patience)
-    if loss_finite is not True:
-        blame = where(loss_finite, blame, 0 * blame)
+    blame = _blame(found_inf, loss_finite, patience, where)
     left = patience - blame
     # A count that ran out stays at 0: every further overflow backs off until it is refilled.
     left = where(left > 0, left, 0 * left)
@@ -289,7 +366,96 @@ def update(
         where(found_inf, after_skip, where(grows, raised, scale)),
         where(found_inf, 0 * clean, where(grows, 0 * clean + policy.growth_delay, clean)),
         where(found_inf, left, full if policy.consecutive_hysteresis else where(grows, full, left)),
+        *rest,
     )
+
+
+def _blame(found_inf: Any, loss_finite: Any, like: Any, where: Where) -> Any:
+    """Return 1 if the scale is to blame for a skipped step and 0 if not, as an int of this kind."""
+    blame = where(found_inf, 1 + 0 * like, 0 * like)
+    return blame if loss_finite is True else where(loss_finite, blame, 0 * blame)
+
+
+def _predict(
+    policy: Predictive,
+    state: ScaleState,
+    found_inf: Any,
+    loss_finite: Any,
+    largest: Any,
+    where: Where,
+) -> ScaleState:
+    scale, zeros, clean, peak, gap = state
+    overflow = _blame(found_inf, loss_finite, clean, where) > 0
+    is_known = where(peak > 0, 1 + 0 * clean, 0 * clean)
+
+    # An overflow that a measured gradient did not announce: something unseen is larger.
+    more = gap + where(clean * is_known > 0, 1 + 0 * gap, 0 * gap)
+    less = _at_least(gap - GAP_LEAK, 0.0, where)
+    new_gap = where(found_inf, where(overflow, _capped(more, LARGEST_GAP, gap, where), gap), less)
+    room = _room(policy, new_gap, where)
+
+    lowered = _at_least(power_below(scale, where) * 2.0**-BACKOFF, policy.min_scale, where)
+    is_zero = where(largest < 0, 0 * zeros, where(largest < NO_GRADIENT, 1 + 0 * zeros, 0 * zeros))
+    # What is not finite in a step without an overflow says nothing.
+    usable = where(largest < NO_GRADIENT, 0 * peak, 0 * peak + largest)
+    usable = where(largest > LARGEST_SCALE, 0 * peak, usable)
+    measured = _largest_of(usable, _times(peak, LEAK), where)
+    measured = where(usable > 0, measured, peak)
+
+    run = where(found_inf, zeros, where(largest < 0, zeros, is_zero * (zeros + 1)))
+    raises = where(scale < min(FIRST_GUESS, policy.max_scale), run, 0 * run) >= ZEROS
+    measured = where(raises, measured * 0.5, measured)
+    fitting = peak_for(policy, lowered, new_gap, where)
+    new_peak = where(found_inf, where(overflow, fitting, peak), measured)
+    chosen = room * inverse_power(where(new_peak > 0, new_peak, 1 + 0 * new_peak), where)
+    # Before any gradient was measured, zeros lead straight to the first guess.
+    guess = where(is_zero * (1 - is_known) > 0, _at_least(scale, FIRST_GUESS, where), scale)
+    guess = _capped(guess, policy.max_scale, scale, where)
+    chosen = where(new_peak > 0, chosen, where(found_inf, scale, guess))
+    chosen = _capped(_at_least(chosen, policy.min_scale, where), policy.max_scale, scale, where)
+    return ScaleState(
+        where(found_inf, where(overflow, lowered, scale), chosen),
+        where(raises, 0 * run, run),
+        where(found_inf, where(overflow, 0 * clean, clean), 1 + 0 * clean),
+        new_peak,
+        new_gap,
+    )
+
+
+def peak_for(policy: Predictive, scale: Any, gap: Any, where: Where = ternary) -> Any:
+    """Return the largest peak, nearly, for which ``policy`` chooses ``scale``."""
+    return FULL * _room(policy, gap, where) * inverse_power(scale, where)
+
+
+def _room(policy: Predictive, gap: Any, where: Where) -> Any:
+    """Return how large the stored peak may become, as a power of two."""
+    room = 0 * gap + 2.0 ** (LARGEST_EXPONENT - policy.headroom)
+    for power in (8, 4, 2, 1):
+        counts = gap >= power
+        room = where(counts, room * 2.0**-power, room)
+        gap = where(counts, gap - power, gap)
+    return room
+
+
+def inverse_power(value: Any, where: Where = ternary) -> Any:
+    """Return 1 / 2**floor(log2(value)) exactly, for ``value`` from 2**-126 to float32's largest.
+
+    Comparisons and products with powers of two are exact in every framework. Logarithms are not.
+    """
+    if isinstance(value, float):
+        return math.ldexp(1.0, 1 - math.frexp(value)[1])
+    inverse = 1.0 + 0.0 * value
+    for power in (64, 32, 16, 8, 4, 2, 1):
+        large, small = value >= 2.0**power, value < 2.0 ** (1 - power)
+        factor = where(large, 2.0**-power + 0.0 * value, 1.0 + 0.0 * value)
+        factor = where(small, 2.0**power + 0.0 * value, factor)
+        value, inverse = value * factor, inverse * factor
+    return inverse
+
+
+def power_below(value: Any, where: Where = ternary) -> Any:
+    """Return the largest power of two that does not exceed ``value``."""
+    return inverse_power(inverse_power(value, where), where)
 
 
 def _times(scale: Any, factor: float) -> Any:
@@ -299,6 +465,15 @@ def _times(scale: Any, factor: float) -> Any:
 
 def _at_least(scale: Any, floor: float, where: Where) -> Any:
     return where(scale < floor, floor + 0 * scale, scale)
+
+
+def _capped(value: Any, most: float, like: Any, where: Where) -> Any:
+    """Return ``value`` up to ``most``; ``like`` is finite where ``value`` may not be."""
+    return where(value > most, most + 0 * like, value)
+
+
+def _largest_of(value: Any, other: Any, where: Where) -> Any:
+    return where(value > other, value, other)
 
 
 def _at_most(scale: Any, ceiling: float, before: Any, where: Where) -> Any:
@@ -337,6 +512,22 @@ def _scale_value(value: Any, name: str) -> float:
             "outside that range the scale or its inverse is 0 or inf"
         )
     return float32(number)
+
+
+def _check_bounds(policy: Dynamic | Predictive) -> None:
+    low, start, high = policy.min_scale, policy.init_scale, policy.max_scale
+    if low > high:
+        raise ValueError(f"min_scale must not exceed max_scale, got {low!r} > {high!r}")
+    if not low <= start <= high:
+        raise ValueError(
+            f"init_scale must lie between min_scale and max_scale, got {start!r} with "
+            f"min_scale={low!r} and max_scale={high!r}"
+        )
+    if not (callable(policy.on_floor) or policy.on_floor in ON_FLOOR):
+        raise ValueError(
+            f"on_floor must be one of {', '.join(map(repr, ON_FLOOR))} or a callable, "
+            f"got {policy.on_floor!r}"
+        )
 
 
 def _count(value: Any, name: str, least: int = 1) -> int:

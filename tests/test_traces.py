@@ -1,15 +1,13 @@
-"""One file of overflow traces through every implementation of the rule, ours and the peers'.
+"""One file of traces through every implementation of the rule, ours and the peers'.
 
-Keras, ours and its own, replays the same file on each backend in ``keras_on_backend.py``.
+Keras replays the same file on each backend in ``keras_on_backend.py``, ours and its own. MXNet
+replays it in ``tests_mxnet``.
 """
 
 # optax and jax.jit are typed more loosely than they are used here.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # ruff: noqa: E402
 # pyright: reportOptionalSubscript=false, reportOperatorIssue=false
-
-import json
-from pathlib import Path
 
 import pytest
 
@@ -23,62 +21,46 @@ import numpy as np
 import torch
 from flax.training.dynamic_scale import DynamicScale
 from jmp import DynamicLossScale
+from read_traces import TRACES, every_trace, read
 
-from gradlift import Dynamic, ScaleState, Static, update
+from gradlift import Dynamic, Predictive, ScaleState, update
 from gradlift import jax as gl
 from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE
 
 jax.config.update("jax_num_cpu_devices", 2)
 
-TRACES = json.loads((Path(__file__).parent / "traces.json").read_text())
-
-
-def read(trace):
-    """The policy, the flags and the plain-Python state after each step."""
-    fields = dict(trace["policy"])
-    policy = {"Static": Static, "Dynamic": Dynamic}[fields.pop("kind")](**fields)
-    found_inf = [flag == "1" for flag in trace["found_inf"]]
-    state, states = policy.init(), []
-    for flag in found_inf:
-        state = update(policy, state, flag)
-        states.append(state)
-    return policy, found_inf, states
-
-
-every_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace["name"])
-
 
 @every_trace
 def test_torch_tensors(trace):
-    policy, found_inf, expected = read(trace)
-    start = policy.init()
-    state = ScaleState(
-        torch.tensor(start.scale),
-        torch.tensor(start.growth_tracker, dtype=torch.int32),
-        torch.tensor(start.hysteresis_tracker, dtype=torch.int32),
-    )
-    for flag, after in zip(found_inf, expected, strict=True):
-        state = update(policy, state, torch.tensor(flag), where=torch.where)
+    policy, steps, expected = read(trace)
+    kinds = (torch.float32, torch.int32, torch.int32, torch.float32, torch.float32)
+    pairs = zip(policy.init(), kinds, strict=True)
+    state = ScaleState(*(torch.tensor(value, dtype=kind) for value, kind in pairs))
+    for step, after in zip(steps, expected, strict=True):
+        state = update(policy, state, *map(torch.tensor, step), where=torch.where)
         assert tuple(x.item() for x in state) == after
-    assert [x.dtype for x in state] == [torch.float32, torch.int32, torch.int32]
+    assert tuple(x.dtype for x in state) == kinds
 
 
 @every_trace
 def test_jax_jitted(trace):
-    policy, found_inf, expected = read(trace)
+    policy, steps, expected = read(trace)
 
     @jax.jit
-    def replay(state, flags):
-        def step(state, flag):
-            state = gl.update(state, ~flag)
+    def replay(state, steps):
+        def step(state, now):
+            found_inf, loss_finite, largest = now
+            state = gl.update(state, ~found_inf, loss_finite, largest)
             return state, state
 
-        return jax.lax.scan(step, state, flags)[1]
+        return jax.lax.scan(step, state, steps)[1]
 
-    states = replay(gl.init(policy), jnp.array(found_inf))
-    assert states.scale.tolist() == [s.scale for s in expected]
-    assert states.growth_tracker.tolist() == [s.growth_tracker for s in expected]
-    assert states.hysteresis_tracker.tolist() == [s.hysteresis_tracker for s in expected]
+    found_inf, loss_finite, largest = (list(column) for column in zip(*steps, strict=True))
+    columns = (jnp.array(found_inf), jnp.array(loss_finite), jnp.array(largest, jnp.float32))
+    states = replay(gl.init(policy), columns)
+    fields = ScaleState._fields if isinstance(policy, Predictive) else ScaleState._fields[:3]
+    for name in fields:
+        assert getattr(states, name).tolist() == [getattr(s, name) for s in expected], name
     assert states.finite.tolist() == [not flag for flag in found_inf]
     assert states.skipped_steps.tolist() == np.cumsum(found_inf).tolist()
 
@@ -107,9 +89,9 @@ def first_difference(theirs, ours):
 
 @simple_traces
 def test_torchs_fused_op(trace):
-    policy, found_inf, expected = read(trace)
+    policy, steps, expected = read(trace)
     scale, tracker, scales = torch.tensor(policy.init_scale), torch.zeros((), dtype=torch.int32), []
-    for flag in found_inf:
+    for flag, _, _ in steps:
         torch._amp_update_scale_(
             scale,
             tracker,
@@ -133,7 +115,7 @@ def test_torchs_fused_op(trace):
 @flax_traces
 def test_flax(trace):
     """Flax's window is one step longer than it says, so it is told one step less."""
-    policy, found_inf, expected = read(trace)
+    policy, steps, expected = read(trace)
     scale = DynamicScale(
         growth_factor=policy.growth_factor,
         backoff_factor=policy.backoff_factor,
@@ -144,7 +126,7 @@ def test_flax(trace):
     # A loss of 0 with a slope: an infinite one overflows whatever the scale.
     step = jax.jit(lambda s, slope: s.value_and_grad(lambda w: slope * w)(jnp.zeros(())))
     scales = []
-    for flag in found_inf:
+    for flag, _, _ in steps:
         scale, finite, _, _ = step(scale, jnp.inf if flag else 1e-38)
         assert finite == (not flag)
         scales.append(float(scale.scale))
@@ -171,7 +153,7 @@ def test_flax_counts_one_step_more_than_its_window():
 @jmp_traces
 @pytest.mark.parametrize("jitted", [False, True])
 def test_jmp(trace, jitted):
-    policy, found_inf, expected = read(trace)
+    policy, steps, expected = read(trace)
     scale = DynamicLossScale(
         jnp.float32(policy.init_scale),
         period=policy.growth_interval,
@@ -180,7 +162,7 @@ def test_jmp(trace, jitted):
     )
     adjust = jax.jit(lambda s, finite: s.adjust(finite)) if jitted else DynamicLossScale.adjust
     scales = []
-    for flag in found_inf:
+    for flag, _, _ in steps:
         scale = adjust(scale, jnp.array(not flag))
         scales.append(float(scale.loss_scale))
     difference = first_difference(scales, [s.scale for s in expected])
