@@ -130,6 +130,7 @@ def settle(trainers: dict[str, Trainer], batches: Sequence[Batch], device: torch
     scaler = trainers["adaptive"].adaptive
     turns.hold_probes(scaler)
     # A probe may be under way, and the blocks that time one must have seen it once.
+    assert scaler._controller is not None
     scaler._controller.engine.probe()
     turns.time_block(trainers["adaptive"], batches, 4, device)
     turns.hold_probes(scaler)

@@ -77,15 +77,17 @@ class Result:
 
 
 def build_trainer(model: GPT, variant: str, backend: str) -> Trainer:
-    """A variant, compiled; the adaptive scalers have one exponent until they are given more."""
+    """A variant, compiled; the one with cuts is given them later."""
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
-    return Trainer(compiled, build_scaler(variant, compiled, layerwise=False))
+    return Trainer(compiled, build_scaler(variant, compiled, layerwise=variant == "cuts"))
 
 
 def cut_every_block(trainer: Trainer, batches: Sequence[Batch], layers: int) -> None:
     """Gives the second half of each block's network an exponent of its own, and compiles that."""
     scaler = trainer.adaptive
-    engine = scaler._controller.engine
+    controller = scaler._controller
+    assert controller is not None
+    engine = controller.engine
     wanted = {f"blocks.{i}.network_out" for i in range(layers)}
     active = [f"blocks.{i}.{name}" for i in range(layers) for name in ("network_out", "network_in")]
     offsets = {
@@ -94,7 +96,7 @@ def cut_every_block(trainer: Trainer, batches: Sequence[Batch], layers: int) -> 
         for key in component.modules
     }
     # From now on nothing that the run shows changes them.
-    scaler._controller._follow = lambda: None  # type: ignore[method-assign]
+    controller._follow = lambda: None  # type: ignore[method-assign]
     engine.follow(offsets, active)
     trainer.step(batches)
     probe(trainer, batches)
@@ -104,7 +106,9 @@ def cut_every_block(trainer: Trainer, batches: Sequence[Batch], layers: int) -> 
 
 def probe(trainer: Trainer, batches: Sequence[Batch]) -> Any:
     """Makes the next step a probe; the graph that it saw."""
-    engine, taken = trainer.adaptive._controller.engine, []
+    controller = trainer.adaptive._controller
+    assert controller is not None
+    engine, taken = controller.engine, []
     take = engine.take
     engine.probe()
     engine.take = lambda: taken.append(take()) or None  # type: ignore[method-assign]
@@ -129,12 +133,13 @@ def measure(workload: Workload, device: torch.device) -> Result:
     cut_every_block(trainers["cuts"], batches, workload.size.layers)
     gc.collect()
     timings = turns.take_turns(trainers, batches, workload.block, workload.rounds, device)
-    assert not scalers[0]._controller.engine.active, "no cut was to be active here"
+    controller = scalers[1]._controller
+    assert controller is not None
     result = Result(
         workload,
         timings,
         turns.compare_all(timings, RATIOS),
-        len(scalers[1]._controller.engine.active),
+        len(controller.engine.active),
         counters["stats"]["unique_graphs"],
         skips(trainers),
     )

@@ -186,7 +186,9 @@ def look_at_cuts(
     layers: Errors,
 ) -> tuple[dict[str, float], list[str]]:
     """What each region's cuts save, and the regions whose cuts save nothing."""
-    plan, graph, engine = scaler.plan, scaler._controller.pilot._graph, scaler._controller.engine
+    controller = scaler._controller
+    assert controller is not None
+    plan, graph, engine = scaler.plan, controller.pilot._graph, controller.engine
     assert plan is not None
     assert graph is not None
     saved: dict[str, float] = {}

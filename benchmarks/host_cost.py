@@ -135,10 +135,12 @@ def probed_graph(trained: Trained, batch: tuple[Tensor, Tensor]) -> Any:
     scaler = trained.scaler
     for _ in range(6):
         trained.step(batch)
-    scaler._controller.engine.probe()
+    controller = scaler._controller
+    assert controller is not None
+    controller.engine.probe()
     trained.optimizer.zero_grad()
     scaler.scale(nn.functional.cross_entropy(trained.model(batch[0]), batch[1])).backward()
-    graph = scaler._controller.engine.take().survey(0).graph
+    graph = controller.engine.take().survey(0).graph
     hold_probes(scaler)
     return graph
 
@@ -162,6 +164,7 @@ def follow(scaler: AdaptiveGradScaler, variant: str, graph: Any) -> None:
         for key in component.modules
     }
     active = {cut.name for cut in graph.cuts if offsets[cut.downstream] != offsets[cut.upstream]}
+    assert scaler._controller is not None
     scaler._controller.engine.follow(by_key, sorted(active))
 
 
@@ -210,9 +213,10 @@ def measure(rounds: int, block: int, layers: int) -> Result:
     take_turns(variants, batch, block, 2)
     taken = take_turns(variants, batch, block, rounds)
     cuts = {
-        name: len(trained.scaler._controller.engine.active)
+        name: len(controller.engine.active)
         for name, trained in variants.items()
         if isinstance(trained.scaler, AdaptiveGradScaler)
+        and (controller := trained.scaler._controller) is not None
     }
     return Result(
         sum(1 for _ in model.modules()),

@@ -37,6 +37,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from gradlift import Predictive, update
+from gradlift.policy import float32
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights, UnevenInputs
 from gradlift.torch.step import grads
 
@@ -153,7 +155,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
             scaler.step(optimizer, max_norm=max_norm)
             scaler.update()
         assert agreement_of(scaler).ranks.size == 2
-        assert sizes == [2 * 15 * 8]
+        assert sizes == [2 * 16 * 8]
 
 
 @case(2)
@@ -848,6 +850,47 @@ def defect_5_dtensors_beside_plain_tensors() -> None:
 
 
 # Checkpoints.
+
+
+# Predictive.
+
+
+@case(2, 4)
+def ranks_follow_the_largest_gradient_of_any_of_them() -> None:
+    """Plain and fused steps, ``max_norm`` and ``unscale_`` first; an inf on one rank in step 4."""
+    rank, policy = dist.get_rank(), Predictive()
+    for way in ("plain", "fused", "max_norm", "unscale_"):
+        (weight,) = params = plain(4)
+        optimizer = sgd(params, fused=way == "fused")
+        scaler = GradScaler("cpu", policy=policy, process_group=dist.group.WORLD)
+        scaler.mark_own(params)
+        state = policy.init()
+        for step in range(9):
+            size = 2.0 ** (rank - 3 * step - 0.5)
+            weight.grad = None
+            scaler.scale((weight * size).sum()).backward()
+            overflows = step == 4
+            if overflows and on_first():
+                weight.grad[0] = math.inf
+            if way == "unscale_":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer, max_norm=1.0 if way == "max_norm" else None)
+            scaler.update()
+            largest = float32(2.0 ** (dist.get_world_size() - 1 - 3 * step - 0.5))
+            state = update(policy, state, overflows, largest=largest)
+            assert scaler.get_scale() == state.scale, (way, step)
+        assert len(set(everyone(scaler.state_dict()["gradlift"]["predictive"]["peak"]))) == 1
+        assert scaler.skipped_steps == 1
+
+
+@case(2)
+def predictive_ranks_with_another_headroom_are_refused() -> None:
+    policy = Predictive(headroom=3 + dist.get_rank())
+    params = plain(4)
+    scaler = GradScaler("cpu", policy=policy, process_group=dist.group.WORLD)
+    optimizer = sgd(params)
+    scaler.scale(params[0].sum()).backward()
+    refused(lambda: scaler.step(optimizer), "policy's numbers", "differs between ranks")
 
 
 def checkpointed() -> tuple[dict[str, Any], nn.Module, Any, Any]:

@@ -12,6 +12,7 @@ def agreement_of(scaler: GradScaler) -> Agreement:
 
 
 def controller_of(scaler: AdaptiveGradScaler) -> Controller:
+    assert scaler._controller is not None, "one scale has no controller"
     return scaler._controller
 
 

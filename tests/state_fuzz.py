@@ -300,11 +300,24 @@ def maybe(check: Any) -> Any:
 SCALES = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
+def is_power_of_two(value: Any) -> bool:
+    return is_number(value, *SCALES) and math.frexp(value)[0] == 0.5
+
+
 def valid_scaler(state: Any) -> bool:
     if not isinstance(state, dict):
         return False
     own = state.get("gradlift")
     rest = {k: v for k, v in state.items() if k != "gradlift"}
+    if isinstance(own, dict) and "predictive" in own:
+        predictive, own = own["predictive"], {k: v for k, v in own.items() if k != "predictive"}
+        if not is_dict(
+            predictive,
+            headroom=lambda v: is_whole(v, 0, 15),
+            peak=lambda v: is_number(v, 0.0, SCALES[1]),
+            gap=lambda v: is_number(v, 0.0, 12.0),
+        ) or not all(is_power_of_two(own.get(name)) for name in ("min_scale", "max_scale")):
+            return False
     if "gradlift" in state and not (
         is_dict(
             own,
@@ -436,6 +449,7 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
     pilot = {
         "rule": "range",
         "format": "float16",
+        "exponents": [],
         "tops": [],
         "forgotten": 0,
         "dropped": 0,
@@ -449,6 +463,7 @@ def valid_pilot(pilot: Any, rule: str) -> bool:
         next_probe=is_step,
         limit=lambda v: is_whole(v, -1000, 1000),
         history=lambda v: is_list(v, maybe(is_exponent), 64),
+        exponents=lambda v: is_list(v, is_exponent, 64),
         tops=lambda v: is_list(v, maybe(is_exponent), 64),
         forgotten=is_whole_or_negative,
         shifts=lambda v: is_list(

@@ -777,6 +777,40 @@ def test_a_cut_is_spared_only_with_a_bit_to_spare():
     assert near.one_exponent_serves
 
 
+# Around an exponent of the loss that something else decides.
+
+
+@pytest.mark.parametrize(("largest", "cuts"), [(-2, 0), (1, 0), (2, 1)])
+def test_a_component_is_cut_where_it_overflows_at_the_given_loss_exponent(largest, cuts):
+    """2^1 times 2^14 is float16's largest exponent; no headroom is asked for, and none spent
+    twice."""
+    plan = choose(chain(2), [seen(-20, -2), seen(-20, largest)], loss_exponent=14)
+    assert plan.global_exponent == 14
+    assert len(plan.active) == cuts
+    assert plan.exponents[1] + largest <= 15
+
+
+def test_a_component_that_needs_little_more_than_the_given_loss_exponent_gets_a_cut():
+    plan = choose(chain(2), [seen(-20, -2), seen(-40, -22)], loss_exponent=14)
+    assert plan.global_exponent == 14
+    assert plan.exponents[1] >= 16
+    assert choose(chain(2), [seen(-20, -2), seen(-40, -22)]).one_exponent_serves
+
+
+def test_what_was_not_finite_is_not_raised_above_the_given_loss_exponent():
+    records = [seen(-20, -2), seen(-28, -10), Histogram.overflowed(8, "float16")]
+    plan = choose(chain(3), records, loss_exponent=2)
+    assert plan.exponents[1] >= 4
+    assert plan.exponents[2] <= 2
+
+
+def test_a_given_loss_exponent_that_the_loss_loses_gradients_at_is_told():
+    plan = choose(chain(1), [seen(-30, -2)], loss_exponent=2)
+    assert plan.global_exponent == 2
+    assert "does not fit" in str(plan)
+    assert "serves all" in str(choose(chain(1), [seen(-30, -2)], loss_exponent=6))
+
+
 def test_components_are_recognised_by_their_modules():
     first = choose(chain(3), [seen(-20, -2), seen(-20, -2), seen(-40, -22)])
     # The first layer is gone, the rest is as it was.

@@ -133,19 +133,20 @@ def test_a_graph_that_one_rank_alone_has_makes_all_of_them_probe(results):
     ]
     neutral = [[reason for reason, _ in result["odd"]["active"]] for result in results]
     assert all(reason is None for reasons in neutral[:-1] for reason in reasons)
-    assert twice in neutral[-1][30]
-    # Told at step 30, heard at the end of 32, probed in 33, adopted at the end of 35; before that
+    assert twice in neutral[-1][34]
+    # Told at step 34, heard at the end of 36, probed in 37, adopted at the end of 39; before that
     # where the ranks were waiting for probes anyway, a step later where one was just taken.
     adopted = known.index(True)
-    assert 31 <= adopted <= 36
+    assert 35 <= adopted <= 40
     lost = [step for step, reason in enumerate(neutral[-1]) if reason]
-    assert lost == list(range(30, adopted + 1))
+    assert lost == list(range(34, adopted + 1))
 
 
 def test_room_is_left_for_a_sum_over_ranks_in_float16(results):
-    largest = [result["float16 sums"][1] for result in results]
-    assert all(result["float16 sums"][0] == 0 for result in results)
-    assert 2.0**13 <= max(largest) < 2.0**16
+    """A predicted scale has its headroom; the planner, for an 8-bit format, needs none."""
+    for kind, least in (("float16 sums", 2.0**11), ("float16 sums, no headroom", 2.0**13)):
+        assert all(result[kind][0] == 0 for result in results)
+        assert least <= max(result[kind][1] for result in results) < 2.0**16
 
 
 def test_a_group_of_one_decides_as_no_group_does(results):

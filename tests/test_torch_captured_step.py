@@ -150,8 +150,9 @@ def test_a_copy_has_captured_nothing(capture):
     trainer.scaler.close()
 
 
-def test_a_closed_scaler_keeps_its_captured_step(capture):
-    trainer, twin = settled(), settled()
+@pytest.mark.parametrize("options", [{}, {"format": "float8_e5m2"}])
+def test_a_closed_scaler_keeps_its_captured_step(capture, options):
+    trainer, twin = settled(**options), settled(**options)
     trainer.scaler.close()
     twin.scaler.close()
     assert not trainer.scaler.replayable
@@ -163,8 +164,12 @@ def test_a_closed_scaler_keeps_its_captured_step(capture):
         trainer.scaler.replayed()
     assert controller_of(trainer.scaler).step_number == steps, "nothing is looked for any more"
     assert trainer.scaler.state_dict() == twin.scaler.state_dict()
-    trainer.scaler.set_growth_interval(7)
-    assert not trainer.scaler.replayable, "the number is in the graph"
+    if options:
+        trainer.scaler.set_growth_interval(7)
+        assert not trainer.scaler.replayable, "the number is in the graph"
+    else:
+        with pytest.raises(ValueError, match="a Predictive scale has no growth_interval"):
+            trainer.scaler.set_growth_interval(7)
 
 
 def test_a_scaler_that_is_not_enabled_never_makes_a_step_stale():

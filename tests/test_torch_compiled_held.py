@@ -50,6 +50,25 @@ class Growing(nn.Module):
         return self.d(self.c(x))
 
 
+class Shrinking(nn.Module):
+    """Each of three layers makes the gradient 2^11 times as small; biases keep the activations."""
+
+    def __init__(self, breaks=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+        self.breaks = breaks
+        with torch.no_grad():
+            for layer in (self.b, self.c, self.d):
+                layer.weight.mul_(2.0**-11)
+
+    def forward(self, x):
+        x = self.b(self.a(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.d(self.c(x))
+
+
 class Parts(Growing):
     """Some of its layers compiled one by one."""
 
@@ -93,13 +112,15 @@ def check_settles(call, most):
 
 
 def test_without_compilation_the_plan_has_cuts():
-    scaler = check_settles(Growing(), most=1)
+    check_settles(Growing(), most=1).close()
+    scaler = check_settles(Shrinking(), most=0)
     assert scaler.plan.active
     scaler.close()
 
 
 def test_a_float16_tensor_that_crosses_a_graph_break_is_planned_at_the_loss_scale():
-    scaler = check_settles(torch.compile(Growing(breaks=True), backend=BACKEND), most=5)
+    check_settles(torch.compile(Growing(breaks=True), backend=BACKEND), most=5).close()
+    scaler = check_settles(torch.compile(Shrinking(breaks=True), backend=BACKEND), most=0)
     assert scaler.plan.active, "and what lies beyond it still has exponents of its own"
     offsets = pilot_of(scaler).offsets
     assert offsets["c"] == 0
@@ -111,7 +132,8 @@ def test_a_float16_tensor_that_crosses_a_graph_break_is_planned_at_the_loss_scal
 # Four overflows one after the other, while the scale comes down, are looked into and told of.
 @pytest.mark.filterwarnings("ignore:gradlift. the backward of mm:RuntimeWarning")
 def test_a_backend_that_traces_no_backward_is_planned_with_one_scale():
-    scaler = check_settles(torch.compile(Growing(), backend="eager"), most=6)
+    check_settles(torch.compile(Growing(), backend="eager"), most=6).close()
+    scaler = check_settles(torch.compile(Shrinking(), backend="eager"), most=0)
     assert scaler.plan.one_exponent_serves
     assert "no graph with cuts" in str(scaler.neutral)
     scaler.close()

@@ -9,7 +9,7 @@ from scaler_parts import controller_of, engine_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
-from gradlift.torch.adaptive.largest import SHORT, magnitude_on_host
+from gradlift.torch.step.largest import SHORT, magnitude_on_host
 
 
 @pytest.fixture(autouse=True)

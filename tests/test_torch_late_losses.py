@@ -10,7 +10,8 @@ from regime_harness import CLASSES, WIDTH, batches, compare, train
 from torch import nn
 from torch.nn import functional as F
 
-from gradlift.torch import AdaptiveGradScaler
+from gradlift import Predictive
+from gradlift.torch import AdaptiveGradScaler, GradScaler
 
 USUAL = {"rate": 3e-3, "rows": 64}
 SEEDS = (0, 1, 2)
@@ -161,13 +162,14 @@ def train_bare(scaler, model):
     return scales
 
 
-def test_without_a_modules_output_the_scale_follows_torchs_rule_and_says_so_once():
-    model = Bare()
+def test_without_a_modules_output_the_scale_is_predictives_and_it_says_so_once():
+    torch.manual_seed(0)
+    model, twin = Bare(), Bare()
+    twin.load_state_dict(model.state_dict())
     scaler = AdaptiveGradScaler(model, "cpu")
     with pytest.warns(UserWarning, match="no output of the model's modules") as said:
         scales = train_bare(scaler, model)
     assert len(said) == 1
-    assert scales[0] == 2.0**16
-    assert scales[9] == 2.0**16
-    assert scales[-1] == 2.0**15, "halved, as by torch's scaler"
+    assert scales == train_bare(GradScaler("cpu", policy=Predictive(), model=twin), twin)
+    assert scaler.skipped_steps == 1
     scaler.close()

@@ -221,9 +221,10 @@ def test_a_loss_that_holds_scaled_gradients_lowers_the_scale(adaptive: bool) -> 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "gradlift: the loss does not come", UserWarning)
         scales = [step() for _ in range(8)]
-    assert scales[-1] == 2.0**8
+    assert scales[-1] <= 2.0**8
+    assert adaptive or scales[-1] == 2.0**8
     assert model.weight.item() < 1.0
     # The next iteration begins anew.
     with pytest.warns(RuntimeWarning, match="loss is inf or NaN"):
         lossy(scaler, optimizer, model(torch.ones(1, 1)).sum() * NAN)
-    assert scaler.get_scale() == 2.0**8
+    assert scaler.get_scale() == scales[-1]

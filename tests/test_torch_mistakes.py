@@ -84,7 +84,7 @@ def test_one_linear_function_needs_no_list():
 
 
 def test_not_a_model():
-    with pytest.raises(ValueError, match="as its first argument, got 'cuda'"):
+    with pytest.raises(ValueError, match="as its first argument, or none, got 'cuda'"):
         AdaptiveGradScaler("cuda")
     with pytest.raises(ValueError, match=r"got 'SGD'$"):  # and not its many lines
         AdaptiveGradScaler(sgd(network()), "cpu")

@@ -23,7 +23,7 @@ print(scaler.get_scale(), scaler.neutral)
 """
 
 
-def test_without_a_view_of_backward_passes_the_scale_is_torchs_and_the_reason_is_told():
+def test_without_a_view_of_backward_passes_one_scale_serves_and_the_reason_is_told():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT],
         cwd=Path(__file__).parent.parent,
@@ -33,6 +33,6 @@ def test_without_a_view_of_backward_passes_the_scale_is_torchs_and_the_reason_is
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "65536.0 this version of torch does not show its backward passes to Python\n"
+        "32768.0 this version of torch does not show its backward passes to Python\n"
     )
     assert "gradients stay at the global scale" in done.stderr

@@ -374,9 +374,28 @@ def test_factors_that_fp16_does_not_hold(shift, power, fails_without):
 # 9. Parameter gradients bound the exponent.
 
 
+class Shrink(nn.Module):
+    """Feature n comes out 2^(10 + n) times smaller: at one scale some stay in sight."""
+
+    def forward(self, x):
+        return x * torch.exp2(-10 - torch.arange(4.0)).to(x.dtype)
+
+
+class NearAndFar(nn.Module):
+    """The gradient of the far layer's output is 2^20 and more times smaller than the near one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.near = nn.Linear(4, 4, bias=False)
+        self.far = nn.Sequential(nn.Linear(4, 4, bias=False), Shrink(), Shrink())
+
+    def forward(self, x):
+        return self.near(x) + self.far(x * 2.0**12)
+
+
 def test_parameter_gradients_bound_the_exponent(fails_without):
     """A thousand rows add up in the weight's gradient, which autocast computes in fp16."""
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    model = NearAndFar()
     x = torch.ones(4096, 4)
 
     def train():
@@ -394,9 +413,11 @@ def test_parameter_gradients_bound_the_exponent(fails_without):
 
     def body():
         scaler = train()
+        assert scaler.plan.active
         assert scaler.skipped_steps == 0
-        largest = scaler.get_scale() * max(p.grad.abs().max() for p in model.parameters())
-        assert 2.0**6 < largest < 2.0**14, "near the top, with room to spare"
+        # Sums of 4096 rows of 2^-14.
+        assert model.near.weight.grad.tolist() == [[0.25] * 4] * 4
+        assert model.far[0].weight.grad.tolist() == [[2.0 ** (-10 - 2 * n)] * 4 for n in range(4)]
 
     def unbound(histograms, component, found, room):
         return None

@@ -309,8 +309,8 @@ def test_a_loss_that_classifies_on_one_rank_does_so_for_all():
 
 @pytest.mark.parametrize("others", [(False, False), (True, False), (False, True)])
 def test_a_step_that_ran_without_cuts_on_one_rank_is_told_of_on_all(others):
-    columns, zero = AdaptiveColumns(), torch.zeros(1)
-    told = [columns.write(zero, None, False, uncut, True) for uncut in others]
+    columns, device = AdaptiveColumns(), torch.device("cpu")
+    told = [columns.write(device, None, False, uncut, True) for uncut in others]
     columns.receive(torch.stack(told), torch.tensor(0.0))
     row = columns.add_to(torch.tensor([4.0, 0.0, 1.0, 0.0])).tolist()
     record = Pending(0, row, None).record()

@@ -23,6 +23,7 @@ a shift and never an absolute exponent: what nobody has seen yet is not undone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -44,6 +45,8 @@ from gradlift.plan.probe_schedule import ProbeSchedule
 from gradlift.zhao2019 import CutStatistics, Zhao2019, check_same, name_of, resolve
 
 DEFAULT_INTERVAL = 200
+# Powers of two by which the device lowers the scale on an overflow where the pilot moves it.
+BACKOFF = 4
 # Steps of history that the trend of the parameter gradients is taken from, and that must agree
 # before the exponent rises. One batch may have gradients far smaller than the next.
 PATIENCE = saved.PATIENCE
@@ -63,6 +66,7 @@ class Pilot:
         rule: how exponents are chosen, see ``gradlift.zhao2019.resolve``.
         backoff: bits by which the scale is lowered on the device in a step that overflows, before
             the pilot has seen anything of it.
+        follows: whether the device decides the loss's exponent by itself.
     """
 
     def __init__(
@@ -73,8 +77,16 @@ class Pilot:
         interval: int | None = None,
         layerwise: bool = True,
         rule: str | Zhao2019 = "range",
-        backoff: int = 4,
+        backoff: int = BACKOFF,
+        follows: bool = False,
     ) -> None:
+        self.follows = follows
+        """Whether the device decides the loss's exponent, so that offsets alone are planned."""
+        self._in_force: int | None = None
+        self._exponents: deque[int] = deque(maxlen=PATIENCE)
+        """The loss's exponents of recent steps, where the device decides them."""
+        self._raised_alone = False
+        """Whether the latest overflow was in components above the loss alone."""
         self.format, self.rule = get(format), resolve(rule, tolerance)
         self.tolerance, self.headroom, self.backoff = tolerance, headroom, backoff
         steps = DEFAULT_INTERVAL if interval is None else interval
@@ -154,6 +166,11 @@ class Pilot:
         expected = max(before - self.backoff * backed_off, MIN_EXPONENT)
         if record.went_on is not None:
             expected = record.went_on + before - record.exponent
+        self._raised_alone = False
+        if self.follows:
+            # A plan is for the highest exponent that the loss may soon return to.
+            self._exponents.append(expected if record.overflow else max(record.exponent, expected))
+            self._in_force = max(self._exponents)
         self._remember(record)
         if survey is not None and not any(survey.histograms):
             survey, blind = None, self.plan is None
@@ -168,8 +185,12 @@ class Pilot:
             target = self._predicted(record, now, expected)
         if backed_off:
             target = min(target, before)
+        if self.follows:
+            # The device has lowered the loss for components that a cut had raised: they are lowered
+            # themselves, and the loss returns.
+            target = expected + self.backoff * (backed_off and self._raised_alone)
         target = min(max(target, MIN_EXPONENT), MAX_EXPONENT)
-        if target != expected:
+        if target != expected and not self.follows:
             self._shifts.append((now, target - expected))
         if self.plan is not None and target != self.plan.global_exponent:
             self.plan = self.plan.shifted(target - self.plan.global_exponent)
@@ -207,6 +228,8 @@ class Pilot:
             self.above.end_by_clean_probe(record.step)
             return self._planned(record, now, survey)
         first = overflowed_first(survey.graph, survey.histograms)
+        offsets = self._offsets_at(record, survey.graph, first)
+        self._raised_alone = min(offsets, default=0) > 0
         if self.plan is None or self.plan.overflowed:
             dropped = self._note_above(record, survey.graph, first)
             target = self._planned(record, now, survey)
@@ -283,6 +306,7 @@ class Pilot:
         cut_statistics: Sequence[CutStatistics] = (),
     ) -> Plan:
         here = record.exponent + self._shifted_since(record.step)
+        here = here if self._in_force is None else self._in_force
         self.plan = choose(
             graph,
             histograms,
@@ -294,6 +318,7 @@ class Pilot:
             recent=recent,
             rule=self.rule,
             cut_statistics=cut_statistics,
+            loss_exponent=self._in_force,
         )
         self.plan = replace(self.plan, reasons=(*self.plan.reasons, *self.above.reasons))
         self._offsets.take(self.plan)
@@ -333,6 +358,7 @@ class Pilot:
         self._graph = self.above.held(self._graph)
         everywhere = range(len(self._graph.components))
         ran_at = self._offsets_at(record, self._graph, everywhere)
+        self._raised_alone = min((ran_at[i] for i in where), default=0) > 0
         offsets = self._offsets.current
         histograms = [
             Histogram.overflowed(record.exponent + ran_at[i], component.format or self.format)
@@ -366,7 +392,7 @@ class Pilot:
                 # Nothing but zeros was in sight, and now there is something.
                 self.schedule.probe_by(now + 1)
             return expected
-        if not self._at_stake:
+        if self.follows or not self._at_stake:
             return expected
         target = self._history.predict(expected, record.step, limit=self._limit, least=self.least)
         if target > expected + 1:
@@ -401,6 +427,7 @@ class Pilot:
             "graph": self._graph and asdict(self._graph),
             "owners": dict(self._owners),
             "clean": self._clean,
+            "exponents": list(self._exponents),
             **self._history.to_dict(),
             **self._looks.to_dict(),
             **self._offsets.to_dict(),
@@ -424,6 +451,7 @@ class Pilot:
         self._history, self._shifts = History.resumed(read), list(read["shifts"])
         self._looks, self._clean = Looks(read["peaks"], read["parameters"]), read["clean"]
         self._graph, self._owners = read["graph"], dict(read["owners"])
+        self._exponents = deque(read["exponents"], maxlen=PATIENCE)
         # New parts: a copy of this pilot may be asked first whether a state can be loaded.
         self._offsets = ModuleOffsets.resumed(read)
         self.above = self.above.resumed(read)

@@ -36,7 +36,7 @@ from gradlift.plan.histogram import Histogram
 from gradlift.plan.neighbours import may_grow_by, without_what_is_lost_anyway
 from gradlift.plan.paper_planner import PaperExponents, lower, paper_exponents
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
+from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
 from gradlift.zhao2019 import CutStatistics, Zhao2019
 
 
@@ -52,6 +52,7 @@ def choose(
     recent: Sequence[int | None] | None = None,
     rule: Zhao2019 | None = None,
     cut_statistics: Sequence[CutStatistics] = (),
+    loss_exponent: int | None = None,
 ) -> Plan:
     """An exponent for every component.
 
@@ -75,6 +76,7 @@ def choose(
         rule: the paper's rule instead of the range rule. ``tolerance`` is then its threshold,
             and intervals serve as ceilings alone.
         cut_statistics: what the probe saw for it; without any the last exponents stay, below those.
+        loss_exponent: the exponent of the loss, where something else decides it.
     """
     count = len(graph.components)
     _check(count, histograms, tolerance, headroom, forecast, recent)
@@ -114,14 +116,27 @@ def choose(
     ]
     if last is not None:
         found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
+    needs = [bounds.interval.low for bounds in found]
+    if loss_exponent is not None:
+        found = _around(graph, found, loss_exponent, headroom)
     if rule is None:
         settled = last is not None and not last.probe_again
         # With two bits a network quantised to 8 skipped a step that it need not have skipped.
         worth = 1 if format.saturates else headroom
-        found, exponents, cuts = _by_range(graph, found, before, headroom, worth, settled)
+        if loss_exponent is None:
+            found = _spared(graph, found, max(headroom - 1, 0), worth)
+        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
     else:
         paper = _by_formula(graph, found, before, rule, cut_statistics, tolerance, format)
         found, exponents, cuts = _by_paper(graph, found, before, last, paper)
+    if loss_exponent is not None:
+        # What is given says nothing of what a component needs.
+        found = [
+            replace(bounds, interval=replace(bounds.interval, low=needs[i]))
+            if i == graph.loss or i in graph.pinned
+            else bounds
+            for i, bounds in enumerate(found)
+        ]
     planned = tuple(
         _outcome(
             graph.components[i],
@@ -270,6 +285,28 @@ def _let_down(bounds: Bounds, before: PlannedComponent | None, last: Plan) -> Bo
     return replace(bounds, interval=replace(bounds.interval, high=min(bounds.interval.high, cap)))
 
 
+def _around(graph: Graph, found: list[Bounds], loss: int, headroom: int) -> list[Bounds]:
+    """Return the bounds with the loss at a given exponent.
+
+    A component that has not overflowed there is not lowered for its headroom, nor for what is
+    reserved: one scale has no more. So no headroom is left for ``_spared``. What was not finite is
+    not raised above the loss: how far it went nobody knows.
+    """
+    fixed = {graph.loss: 0, **graph.pinned}
+    moved = []
+    for i, bounds in enumerate(found):
+        if i in fixed:
+            at = loss + fixed[i]
+            bounds = replace(bounds, interval=Interval(at, at), look=MIN_EXPONENT, asked=None)
+        elif bounds.out_of_sight is not OutOfSight.NOT_FINITE:
+            fits = bounds.interval.high + bounds.reserved + headroom
+            bounds = bounds.raised(min(loss, fits))
+        elif bounds.interval.high > loss:
+            bounds = replace(bounds, interval=replace(bounds.interval, high=loss))
+        moved.append(bounds)
+    return moved
+
+
 def _spared(graph: Graph, found: list[Bounds], most: int, worth: int) -> list[Bounds]:
     """With upper ends raised where headroom is worth less than a cut.
 
@@ -283,6 +320,7 @@ def _spared(graph: Graph, found: list[Bounds], most: int, worth: int) -> list[Bo
         most: bits of headroom that can be had.
         worth: bits of headroom that are worth less than a cut.
     """
+    worth = min(worth, most)
     usable = [bounds.usable for bounds in found]
     needed = max(interval.low for interval in usable)
     lowest = min(interval.high for interval in usable)
@@ -302,12 +340,9 @@ def _by_range(
     found: list[Bounds],
     before: Sequence[PlannedComponent | None],
     headroom: int,
-    worth: int,
     settled: bool,
 ) -> Chosen:
     """Every component in its interval, with the fewest active cuts."""
-    most = max(headroom - 1, 0)
-    found = _spared(graph, found, most, min(worth, most))
     usable = [bounds.usable for bounds in found]
     last = [planned and planned.exponent for planned in before]
     choice = Choice(graph, usable, last, headroom)

@@ -171,6 +171,7 @@ PILOT = record(
     next_probe=STEP,
     limit=whole(-1000, 1000),
     history=list_of(optional(EXPONENT), most=PATIENCE),
+    exponents=Since(list_of(EXPONENT, most=PATIENCE), ()),
     tops=Since(list_of(optional(EXPONENT), most=PATIENCE), ()),
     forgotten=Since(whole(-schema.LARGEST), -4 * PATIENCE),
     shifts=list_of(row(STEP, SHIFT)),

@@ -1,16 +1,19 @@
 """``AdaptiveGradScaler``: no scale to choose, and an exponent for each part that needs its own.
 
-It decides nothing itself: the engine (``engine.py``) runs backward passes at given exponents and
-records probes, the pilot (``gradlift.plan.pilot``) decides, the controller (``controller.py``)
-stands between them, and ``GradScaler`` does all the rest. After a step::
+The loss scale is that of ``GradScaler(policy=Predictive())``. With ``layerwise=False`` or without a
+model that is all. Otherwise the engine (``engine.py``) runs backward passes at given exponents and
+records probes, the pilot (``gradlift.plan.pilot``) decides the exponents of components relative to
+the loss scale, and the controller (``controller.py``) stands between them. After a step::
 
     largest.py       the largest gradient                  on the device, while they are checked
-    step_record.py   it, the scale and the overflow        one copy to the host
+    policy.py        the next loss scale                   on the device
+    step_record.py   gradient, scale and overflow          one copy to the host
     probe.py         the histograms, if it was a probe     likewise
     controller.py    both, of the step DELAY before        to the pilot, waiting if it must
-                     what the pilot says                   to the scale and the engine
+                     the exponents that the pilot chooses  to the engine
 
-On an overflow the device lowers the scale at once, without asking the pilot.
+For 8-bit formats, which saturate and never overflow, and under the paper's rule the pilot chooses
+the loss scale as well.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from gradlift.formats import get
+from gradlift.formats import Format, get
+from gradlift.plan import pilot
 from gradlift.plan.pilot import Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
-from gradlift.policy import Dynamic
+from gradlift.policy import BACKOFF, Dynamic, Policy, Predictive, Static
 from gradlift.torch import adaptive_state, checkpoint, settings
 from gradlift.torch.adaptive import emulate as emulation
 from gradlift.torch.adaptive.controller import DELAY, Controller
@@ -38,14 +42,10 @@ from gradlift.torch.model_identity import is_same
 from gradlift.torch.probe.layer_probe import LayerProbe
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.scaler import GradScaler
+from gradlift.torch.step.largest import LargestGradients
 from gradlift.torch.step.readback import InFlight, capturing
 from gradlift.troubleshooting import warn
-from gradlift.zhao2019 import Zhao2019
-
-# On an overflow. Far more than a half: nobody knows how far the gradients jumped, every step that
-# overflows again is lost, and a probe brings the scale back a few steps later.
-BACKOFF_BITS = 4
-BACKOFF = 2.0**-BACKOFF_BITS
+from gradlift.zhao2019 import Zhao2019, resolve
 
 SETTINGS = (
     "model", "device", "format", "tolerance", "headroom", "interval", "init_scale", "layerwise",
@@ -56,6 +56,20 @@ ANOTHER_MODEL = (
     "gradlift: the state was saved with another model: its modules, or the shapes of its "
     "parameters, differ. The scale is kept, and the plan is found anew in the next steps"
 )
+
+
+def _policy(format: Format, predicts: bool, init_scale: float, headroom: int) -> Policy:
+    """Return what moves the loss scale."""
+    if predicts:
+        return Predictive(init_scale=init_scale, headroom=headroom)
+    if format.name == "bfloat16":
+        return Static(init_scale)  # nothing leaves its range
+    return Dynamic(
+        init_scale=init_scale,
+        growth_interval=2**31 - 1,
+        backoff_factor=2.0**-pilot.BACKOFF,
+        max_scale=2.0**96,
+    )
 
 
 class AdaptiveGradScaler(GradScaler):
@@ -76,15 +90,15 @@ class AdaptiveGradScaler(GradScaler):
     ``p.grad / scaler.get_scale()`` is the true gradient of every parameter, whatever the plan.
 
     Args:
-        model: the model that the losses come from.
+        model: the model that the losses come from; None for one scale.
         device: a device type, as for ``torch.amp.GradScaler``; by default the model's.
         format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
             that of the gradients of Linear and Conv outputs.
         tolerance: fraction of a gradient's magnitude that may be flushed to zero.
-        headroom: bits to keep free above the largest gradient seen.
+        headroom: powers of two to keep free above the largest gradient.
         interval: steps between two probes; None for 200.
-        init_scale: the scale of the first step. At 2^8 true gradients from 2^-32 to 2^7 are in
-            sight, and the second step runs at the scale found in the first.
+        init_scale: the scale of the first step. The second step runs at the scale found in the
+            first.
         layerwise: whether parts of the model may have exponents of their own.
         rule: how exponents are chosen: ``"range"``, or ``"zhao2019"`` for the paper's formula
             (a ``gradlift.zhao2019.Zhao2019`` for bounds of its own).
@@ -100,12 +114,12 @@ class AdaptiveGradScaler(GradScaler):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         device: str | None = None,
         *,
         format: str | torch.dtype = "float16",
         tolerance: float = 1e-3,
-        headroom: int = 3,
+        headroom: int = Predictive.headroom,
         interval: int | None = None,
         init_scale: float = 2.0**8,
         layerwise: bool = True,
@@ -126,26 +140,30 @@ class AdaptiveGradScaler(GradScaler):
         settings.check_adaptive(model, interval, init_scale, layerwise, rule)
         check_limits(tolerance, headroom)
         linear = settings.checked_functions(linear)
-        emulation.check(get(format), emulate)
-        policy = Dynamic(
-            init_scale=init_scale,
-            growth_interval=2**31 - 1,
-            backoff_factor=BACKOFF,
-            max_scale=2.0**96,
-        )
+        kind = get(format)
+        emulation.check(kind, emulate)
+        predicts = kind.name == "float16" and resolve(rule) is None
+        if model is None and not predicts:
+            raise ValueError(
+                f"format={kind.name!r} with rule={rule!r} needs the model that is trained: "
+                "AdaptiveGradScaler(model, ...)"
+            )
         super().__init__(
             settings.device_of(model) if device is None else device,
             enabled=enabled,
-            policy=policy,
+            policy=_policy(kind, predicts, init_scale, headroom),
             model=model,
             process_group=process_group,
             forward=forward,
         )
-        pilot = Pilot(get(format), tolerance, headroom, interval, layerwise, rule, BACKOFF_BITS)
         self._closed = False
-        self._control(pilot, model, linear, emulate)
-        if self._enabled:
-            self._controller.engine.probe()
+        self._controller: Controller | None = None
+        self._format = kind.name
+        one_scale = not layerwise and (predicts or kind.name == "bfloat16")
+        if model is not None and not one_scale:
+            bits = BACKOFF if predicts else pilot.BACKOFF
+            made = Pilot(kind, tolerance, headroom, interval, layerwise, rule, bits, predicts)
+            self._control(made, model, linear, emulate)
 
     def _control(
         self, pilot: Pilot, model: nn.Module, linear: Iterable[type], emulate: bool | str
@@ -157,23 +175,25 @@ class AdaptiveGradScaler(GradScaler):
         rounding = None
         if self._enabled and pilot.format.bits == 8:
             rounding = emulation.Emulation(engine, pilot.format, emulate)
-        self._controller = Controller(
+        controller = self._controller = Controller(
             pilot, engine, rounding, self._device_scale, self._overflows, emulate
         )
-        self._agreement.addition = self._controller
-        self._check.watcher = self._controller.largest
+        self._agreement.addition = controller
+        self._check.meter = controller.largest if self._enabled else None
+        if self._enabled:
+            engine.probe()
 
     # What the user may ask and set.
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan; None before the first probe has come back."""
-        return self._controller.pilot.plan
+        """The current plan; None before the first probe has come back, and for one scale."""
+        return None if self._controller is None else self._controller.pilot.plan
 
     @property
     def neutral(self) -> str | None:
         """Why the latest backward pass ran at the global scale throughout, if it had to."""
-        return self._controller.engine.neutral
+        return None if self._controller is None else self._controller.engine.neutral
 
     def pin(self, offsets: Mapping[str, int]) -> None:
         """Fix exponents by hand, relative to the loss's, by module name; ``{}`` ends it.
@@ -185,7 +205,12 @@ class AdaptiveGradScaler(GradScaler):
             ValueError: a name that is no module's. Two pins that the graph puts into one
                 component with different offsets raise it in the next ``scale()``.
         """
-        if self._enabled:
+        if self._controller is None:
+            if offsets:
+                raise ValueError(
+                    "pin() needs a model and layerwise=True: this scaler has one scale"
+                )
+        elif self._enabled:
             self._controller.pin(offsets)
 
     def stage(self, module: nn.Module) -> Any:
@@ -200,56 +225,71 @@ class AdaptiveGradScaler(GradScaler):
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"stage() takes the stage's module, got {module!r}")
-        engine = self._controller.engine
         self.mark_own(module.parameters())
+        if self._controller is None:
+            return module.register_forward_hook(lambda *_: None)
+        engine = self._controller.engine
         return module.register_forward_hook(lambda _, args, output: engine.arm(output))
 
     def close(self) -> None:
         """Stop watching the model; from then on it is a plain ``GradScaler``.
 
-        The scale grows and backs off by torch's numbers, and a state is a ``GradScaler``'s.
-        ``plan`` stays what it was. Ranks close at the same step.
+        The scale goes on by ``Predictive``, or by torch's numbers for an 8-bit format or under the
+        paper's rule, and a state is a ``GradScaler``'s. ``plan`` stays what it was. Ranks close at
+        the same step.
         """
         self._closed = True
+        if self._controller is None:
+            return
         self._controller.close()
-        self._device_scale.policy = replace(
-            cast(Dynamic, self.policy),
-            backoff_factor=Dynamic.backoff_factor,
-            growth_interval=Dynamic.growth_interval,
-        )
+        self._check.meter = None
+        policy = self.policy
+        if isinstance(policy, Predictive):
+            self._check.meter = LargestGradients(self._overflows.model)
+        elif isinstance(policy, Dynamic):
+            numbers = Dynamic.backoff_factor, Dynamic.growth_interval
+            backoff, interval = numbers
+            changed = replace(policy, backoff_factor=backoff, growth_interval=interval)
+            self._device_scale.policy = changed
 
-    _record_delay = DELAY + 1
+    @property
+    def _record_delay(self) -> int:
+        return 0 if self._controller is None else DELAY + 1
 
     @property
     def _gradient_format(self) -> str:
-        return self._controller.pilot.format.name
+        return self._format
 
     # The stages that differ from GradScaler's.
 
     def scale(self, outputs: Any) -> Any:
         """``outputs`` times the scale, their graphs ready to run at their exponents."""
-        if not self._enabled or not isinstance(outputs, Tensor) or torch.compiler.is_compiling():
+        controller = self._controller
+        if not self._enabled or controller is None or not isinstance(outputs, Tensor):
             return super().scale(outputs)
-        self._controller.begin(outputs)
+        if torch.compiler.is_compiling():
+            return super().scale(outputs)
+        controller.begin(outputs)
         scaled = super().scale(outputs)
-        self._controller.engine.arm(scaled)
+        controller.engine.arm(scaled)
         return scaled
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the step: the next scale, and what the step DELAY before has taught."""
-        if not self._enabled or torch.compiler.is_compiling():
+        controller, ranks = self._controller, self._agreement.ranks
+        if not self._enabled or controller is None or torch.compiler.is_compiling():
             super().update(new_scale)
             return
-        controller, ranks = self._controller, self._agreement.ranks
         found, bad_loss = self._check.overflow_counts(required=new_scale is None)
+        largest = self._check.largest()
         captures = capturing(found.device)
         if captures:
-            controller.capture(found, bad_loss)
+            controller.capture(found, bad_loss, largest)
         if captures or self._closed:
             self._end_iteration(new_scale, found, bad_loss)
             controller.end_unseen()
             return
-        sent = controller.send(found, bad_loss, ranks)
+        sent = controller.send(found, bad_loss, largest, ranks)
         self._end_iteration(new_scale, found, bad_loss)
         probing = controller.engine.probes.current is not None
         probe = controller.engine.take() if probing else None
@@ -260,12 +300,12 @@ class AdaptiveGradScaler(GradScaler):
     @property
     def probing(self) -> bool:
         """Whether the next step is a probe: it must be run, neither captured nor replayed."""
-        return self._controller.engine.probing
+        return self._controller is not None and self._controller.engine.probing
 
     @property
     def replayable(self) -> bool:
         """Whether the step captured last may be replayed: no probe is due, the plan is as then."""
-        if not self._enabled:
+        if not self._enabled or self._controller is None:
             return True
         captured = self._controller.captured
         return captured is not None and captured.key == self.replay_key
@@ -273,14 +313,14 @@ class AdaptiveGradScaler(GradScaler):
     @property
     def replay_key(self) -> Any:
         """What a captured step depends on: equal keys, equal launches."""
-        return self._controller.replay_key
+        return self.policy if self._controller is None else self._controller.replay_key
 
     def register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
         """Before a step is captured: stochastic rounding draws new numbers in every replay.
 
         They are those of the step that is replayed, as if it were run.
         """
-        if self._controller.emulation is not None:
+        if self._controller is not None and self._controller.emulation is not None:
             self._controller.emulation.register(graph)
 
     def replayed(self) -> None:
@@ -288,6 +328,9 @@ class AdaptiveGradScaler(GradScaler):
         if not self._enabled:
             return
         controller = self._controller
+        if controller is None:
+            self._look_after()
+            return
         if controller.captured is None:
             raise RuntimeError("replayed() comes after the replay of a step captured with update()")
         self._device_scale.require("replayed")
@@ -302,7 +345,7 @@ class AdaptiveGradScaler(GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """``GradScaler``'s, and the plan with all that it rests on, under a key of its own."""
         state = super().state_dict()
-        if state and not self._closed:
+        if state and not self._closed and self._controller is not None:
             state[STATE_KEY] = adaptive_state.write(self._controller.saved())
         return state
 
@@ -320,12 +363,12 @@ class AdaptiveGradScaler(GradScaler):
             self._load_scale(state_dict)
             return
         rest = {k: v for k, v in state_dict.items() if k != STATE_KEY}
-        if self._closed:
+        controller = self._controller
+        if self._closed or controller is None:
             self._load_scale(rest)
             return
         saved = adaptive_state.read(state_dict[STATE_KEY])
         checkpoint.read(rest, self.policy)
-        controller = self._controller
         if not is_same(saved.model, controller.engine.model):
             warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning, stacklevel=2)
             self._load_scale(rest)
@@ -341,24 +384,32 @@ class AdaptiveGradScaler(GradScaler):
         controller.load(saved)
 
     def _load_scale(self, state_dict: dict[str, Any]) -> None:
-        before, scale = cast(Dynamic, self.policy), self._device_scale
+        before, scale = self.policy, self._device_scale
         super().load_state_dict(state_dict)
-        low, high = min(before.min_scale, scale.init_scale), max(before.max_scale, scale.init_scale)
-        scale.policy = replace(before, min_scale=low, max_scale=high)
-        scale.refill(before.hysteresis)
+        if isinstance(before, Dynamic):
+            low = min(before.min_scale, scale.init_scale)
+            high = max(before.max_scale, scale.init_scale)
+            scale.policy = replace(before, min_scale=low, max_scale=high)
+            scale.refill(before.hysteresis)
         self._alarms.restart()
-        self._controller.forget_pending()
+        if self._controller is not None:
+            self._controller.forget_pending()
 
     def __getstate__(self) -> dict[str, Any]:
         state, controller = super().__getstate__(), self._controller
+        if controller is None:
+            return state
         engine = controller.engine
         state["_controller"] = controller.pilot, engine.model, engine.linear, controller.emulate
         state["_saved"] = self.state_dict() if self._enabled else None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved, control = state.pop("_saved"), state.pop("_controller")
+        control, saved = state.pop("_controller", None), state.pop("_saved", None)
+        self._controller = None
         super().__setstate__(state)
+        if control is None:
+            return
         self._control(*control)
         if self._closed:
             self.close()

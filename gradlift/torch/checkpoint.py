@@ -11,7 +11,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradlift import schema
-from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, Policy
+from gradlift.policy import (
+    LARGEST_EXPONENT,
+    LARGEST_GAP,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    Dynamic,
+    Policy,
+    Predictive,
+    ScaleState,
+)
 from gradlift.schema import Mismatch, Since
 from gradlift.torch.step.after_step import DELAY
 
@@ -37,16 +46,29 @@ class Loaded(NamedTuple):
     scheduler_flags: list[list[bool]]
     mended: dict[str, str]
     """Modules that a ``ForwardGuard`` runs mended, and why."""
+    peak: float
+    """Of a ``Predictive`` scale, see ``policy.ScaleState``; so is ``gap``."""
+    gap: float
 
 
-def write(policy: Policy, scale: float, growth_tracker: int, own: dict[str, Any]) -> dict[str, Any]:
-    """The state dict; ``own`` holds primitives only."""
+def write(policy: Policy, state: ScaleState, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict.
+
+    Args:
+        policy: in force.
+        state: of the scale, in Python numbers.
+        own: more entries, primitives only.
+    """
+    if isinstance(policy, Predictive):
+        predicted = {"headroom": policy.headroom, "peak": state.peak, "gap": state.gap}
+        own = {**own, "predictive": predicted}
+    own = {"hysteresis_tracker": state.hysteresis_tracker, **own}
     return {
-        "scale": scale,
+        "scale": state.scale,
         "growth_factor": policy.growth_factor,
         "backoff_factor": policy.backoff_factor,
         "growth_interval": policy.growth_interval,
-        "_growth_tracker": growth_tracker,
+        "_growth_tracker": state.growth_tracker,
         OWN_KEY: {"version": VERSION, **{name: getattr(policy, name) for name in BOUNDS}, **own},
     }
 
@@ -55,10 +77,13 @@ def read(state: Any, policy: Policy) -> Loaded:
     """Check ``state`` and combine it with the scaler's ``policy``.
 
     A ``Static`` policy stays what it is and takes the scale alone; a ``Dynamic`` one takes the
-    state's numbers, as torch's class does, unless they are a ``Static``'s.
+    state's numbers, as torch's class does, unless they are a ``Static``'s. A ``Predictive`` policy
+    goes on from its own state, and from the scale of any other.
     """
     found = schema.read(_state, state, "state_dict", _ADVICE)
     own = found[OWN_KEY]
+    if isinstance(policy, Predictive):
+        return _predictive(found, policy)
     if isinstance(policy, Dynamic):
         # A Static's factors are no Dynamic's.
         numbers = {} if found["growth_factor"] == 1.0 else _numbers(found)
@@ -72,6 +97,32 @@ def read(state: Any, policy: Policy) -> Loaded:
         own.get("steps"),
         own.get("scheduler_flags", []),
         own.get("mended", {}),
+        0.0,
+        0.0,
+    )
+
+
+def _predictive(found: dict[str, Any], policy: Predictive) -> Loaded:
+    own, predicted = found[OWN_KEY], found[OWN_KEY].get("predictive")
+    if predicted is None:
+        start = policy.resume(found["scale"])
+    else:
+        bounds = {name: own[name] for name in ("min_scale", "max_scale")}
+        start = min(max(policy.init_scale, bounds["min_scale"]), bounds["max_scale"])
+        policy = replace(policy, init_scale=start, headroom=predicted["headroom"], **bounds)
+        trackers = found["_growth_tracker"], own["hysteresis_tracker"]
+        start = ScaleState(found["scale"], *trackers, predicted["peak"], predicted["gap"])
+    return Loaded(
+        policy,
+        start.scale,
+        start.growth_tracker,
+        start.hysteresis_tracker,
+        own.get("skipped_steps", 0),
+        own.get("steps"),
+        own.get("scheduler_flags", []),
+        own.get("mended", {}),
+        start.peak,
+        start.gap,
     )
 
 
@@ -111,6 +162,8 @@ def _mended(value: Any) -> dict[str, str]:
 
 
 def _own(**own: Any) -> dict[str, Any]:
+    if own["predictive"] is None:
+        del own["predictive"]
     if own["min_scale"] > own["max_scale"]:
         wanted = f"at most max_scale, {own['max_scale']!r}"
         raise Mismatch(wanted, own["min_scale"], "min_scale")
@@ -133,6 +186,13 @@ _OWN = schema.versioned(
         steps=_COUNT,
         mended=_mended,
         growth_delay=schema.whole(0, 2**31 - 1),
+        predictive=Since(
+            schema.record(
+                headroom=schema.whole(0, LARGEST_EXPONENT),
+                peak=schema.number(0.0, LARGEST_SCALE),
+                gap=schema.number(0.0, LARGEST_GAP),
+            )
+        ),
     )
 )
 

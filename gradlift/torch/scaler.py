@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from gradlift.policy import Dynamic, Policy
+from gradlift.policy import UNKNOWN, Dynamic, Policy, Predictive, ScaleState
 from gradlift.torch import checkpoint, settings
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.guard import ForwardGuard
@@ -44,6 +44,7 @@ from gradlift.torch.step import after_step, closures, grads, later_backward, way
 from gradlift.torch.step.alarms import Alarms
 from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.largest import LargestGradients
 from gradlift.torch.step.loss import LossFlags
 from gradlift.torch.step.optimizer_step import OptimizerSteps
 from gradlift.torch.step.outcome import Outcome
@@ -52,6 +53,9 @@ from gradlift.torch.step.readback import moved_to
 from gradlift.torch.step.recorder import Recorder, open_recorder
 from gradlift.torch.step.step_call import StepCall
 from gradlift.torch.step.update import UPDATES
+
+# A float16 loss receives the scale itself as its gradient.
+LARGEST_FLOAT16_POWER = 2.0**15
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -76,7 +80,8 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: multiplies the scale after an overflow.
         growth_interval: consecutive clean steps before the scale grows.
         enabled: if False every method passes its input through.
-        policy: a ``gradlift.Static`` or ``gradlift.Dynamic`` in place of the numbers.
+        policy: a ``gradlift.Static``, ``gradlift.Dynamic`` or ``gradlift.Predictive`` in place of
+            the numbers.
         model: the module whose parameter names ``overflow_report`` uses; held weakly.
         hysteresis: the scale backs off at this many overflows.
         consecutive_hysteresis: refill that count at every clean step.
@@ -152,7 +157,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check = self._new_check()
 
     def _new_check(self) -> GradCheck:
-        return GradCheck(
+        check = GradCheck(
             self._device_scale,
             self._steps,
             self._losses,
@@ -162,6 +167,9 @@ class GradScaler(torch.amp.GradScaler):
             self._search,
             self._clear_grads_on_skip,
         )
+        if self._enabled and isinstance(self.policy, Predictive):
+            check.meter = LargestGradients(self._overflows.model)
+        return check
 
     # torch's private names, readable and writable.
 
@@ -253,6 +261,10 @@ class GradScaler(torch.amp.GradScaler):
                 self._check.shared.made.clear()
                 if self._search.under_way is not None:
                     self._search.see_loss(outputs)
+                if self._check.meter is not None and self._check.meter.needs_graph:
+                    self._check.meter.see_graph(outputs)
+            if outputs.dtype is torch.float16 and self._check.meter is not None:
+                self._device_scale.cap(LARGEST_FLOAT16_POWER)  # the gradient of the loss itself
             self._losses.see(outputs, scale.device)
             if scale.device != outputs.device:
                 scale = moved_to(scale, outputs.device)
@@ -387,6 +399,8 @@ class GradScaler(torch.amp.GradScaler):
             found: 0-d float32: how many optimizers found an inf or a NaN.
             bad_loss: 0-d float32: how many of them had a bad loss.
         """
+        follows = isinstance(self.policy, Predictive)
+        largest = self._check.largest() if follows else UNKNOWN
         for recorder in self._recorders:
             recorder.note(
                 self._device_scale,
@@ -395,10 +409,11 @@ class GradScaler(torch.amp.GradScaler):
                 self._outcome,
                 self._losses.total,
                 self._search.found_now,
+                largest,
             )
         counts = None
         if new_scale is None:
-            counts = self._device_scale.update_(found, bad_loss)
+            counts = self._device_scale.update_(found, bad_loss, largest)
         else:
             self._device_scale.set_(new_scale, found, self._device)
         self._outcome.max_norm = None
@@ -562,13 +577,14 @@ class GradScaler(torch.amp.GradScaler):
         for recorder in self._recorders:
             recorder.flush()
         own = {
-            "hysteresis_tracker": self._device_scale.hysteresis_left(),
             "skipped_steps": self._device_scale.skipped_steps(),
             "steps": self._device_scale.steps_taken() or 0,
             "mended": json.dumps(self._search.mended),
             "scheduler_flags": self._clocks.pending(),
         }
-        return checkpoint.write(self.policy, self.get_scale(), self._get_growth_tracker(), own)
+        left = self._device_scale.hysteresis_left()
+        trackers = self._get_growth_tracker(), left, *self._device_scale.peak_and_gap()
+        return checkpoint.write(self.policy, ScaleState(self.get_scale(), *trackers), own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class or of torch's. A damaged one is refused with a

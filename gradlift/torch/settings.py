@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradlift.policy import PRESETS, Dynamic, Policy, Static, check_power_of_two, check_steps
+from gradlift.policy import (
+    PRESETS,
+    Dynamic,
+    Policy,
+    Predictive,
+    Static,
+    check_power_of_two,
+    check_steps,
+)
 from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.zhao2019 import resolve
 
@@ -30,7 +38,7 @@ _PLAIN = {field.name: field.default for field in fields(Dynamic)}
 DEFAULTS: Any = SimpleNamespace(**{name: _own(value) for name, value in _PLAIN.items()})
 
 
-def device_of(model: nn.Module) -> str:
+def device_of(model: nn.Module | None) -> str:
     """The type of device that a model is on; ``"cuda"`` for one without parameters."""
     first = next(iter(model.parameters()), None) if isinstance(model, nn.Module) else None
     return "cuda" if first is None or first.device.type == "meta" else first.device.type
@@ -93,11 +101,11 @@ def policy_from(policy: Policy | None, numbers: dict[str, Any], enabled: bool) -
             if enabled:
                 raise
             return Dynamic()
-    if not isinstance(policy, (Static, Dynamic)):
+    if not isinstance(policy, (Static, Dynamic, Predictive)):
         presets = ", ".join(f"Dynamic.{name}()" for name in PRESETS)
         raise ValueError(
-            f"policy must be a gradlift.Static or a gradlift.Dynamic, got {policy!r}; presets are "
-            f"{presets}"
+            "policy must be a gradlift.Static, gradlift.Dynamic or gradlift.Predictive, got "
+            f"{policy!r}; presets are {presets}"
         )
     if given:
         names = ", ".join(given)
@@ -123,10 +131,10 @@ def _dynamic(numbers: dict[str, Any], given: list[str]) -> Dynamic:
 
 def check_adaptive(model: Any, interval: Any, init_scale: float, layerwise: Any, rule: Any) -> None:
     """Refuses what an ``AdaptiveGradScaler`` cannot be made of."""
-    if not isinstance(model, nn.Module):
+    if model is not None and not isinstance(model, nn.Module):
         raise ValueError(
-            "AdaptiveGradScaler needs the model that is trained, an nn.Module, as its first "
-            f"argument, got {model if isinstance(model, str) else type(model).__name__!r}"
+            "AdaptiveGradScaler takes the model that is trained, an nn.Module, as its first "
+            f"argument, or none, got {model if isinstance(model, str) else type(model).__name__!r}"
         )
     if interval is not None:
         check_steps(interval, "interval")

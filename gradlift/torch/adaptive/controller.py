@@ -12,8 +12,10 @@ first, see ``ranks/adaptive_ranks.py``.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from gradlift.plan.observations import Record
 from gradlift.plan.pilot import Pilot
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
-from gradlift.torch.adaptive.largest import LargestGradients
+from gradlift.torch.adaptive.largest import ProbedGradients
 from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.adaptive_state import Saved
 from gradlift.torch.model_identity import identity
@@ -33,6 +35,7 @@ from gradlift.torch.ranks import adaptive_ranks
 from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.ranks.reductions import reduction_of
 from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.largest import Largest
 from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.readback import HostRows, InFlight, capturing
 from gradlift.torch.step.recorder import Recorder, plan_change
@@ -75,7 +78,7 @@ class Controller:
         emulate: bool | str,
     ) -> None:
         self.pilot, self.engine, self.emulation = pilot, engine, emulation
-        self.largest = LargestGradients(engine)
+        self.largest = ProbedGradients(engine)
         self.captured: Captured | None = None
         self.pending: deque[Pending] = deque()
         """Steps that the pilot has not been shown yet."""
@@ -118,39 +121,47 @@ class Controller:
 
     # A step ends.
 
-    def send(self, found: Tensor, bad_loss: Tensor, ranks: Ranks | None) -> InFlight | list[float]:
+    def send(
+        self, found: Tensor, bad_loss: Tensor, largest: Largest, ranks: Ranks | None
+    ) -> InFlight | list[float]:
         """What is told of a step, on its way: scale, largest gradient, overflow, bad loss.
 
         Args:
             found: 0-d float32: how many optimizers found an inf or a NaN.
             bad_loss: 0-d float32: how many of them had a bad loss.
+            largest: the largest gradient, still scaled.
             ranks: those that decide together.
         """
         scale = self._scale.scale
         assert scale is not None
         if ranks is None and scale.device.type == "cpu":
-            return [scale.item(), self.largest.take_number(), found.item(), bad_loss.item()]
+            peak = largest.amax().item() if isinstance(largest, Tensor) else largest
+            return [scale.item(), peak, found.item(), bad_loss.item()]
         if ranks is not None or not scale.is_cuda or not has_triton():
-            return InFlight(self._row(found, bad_loss))
+            return InFlight(self._row(found, bad_loss, largest))
         if self._rows is None:
             self._rows = HostRows(scale.device)
-        return self._rows.send(scale, self.largest.take(self._scale.zero), found, bad_loss)
+        return self._rows.send(scale, self._on_device(largest), found, bad_loss)
 
-    def _row(self, found: Tensor, bad_loss: Tensor) -> Tensor:
+    def _on_device(self, largest: Largest) -> Tensor:
+        if isinstance(largest, Tensor):
+            return largest
+        return torch.full((), largest, device=self._scale.device)
+
+    def _row(self, found: Tensor, bad_loss: Tensor, largest: Largest) -> Tensor:
         """The same on the device; with ranks also ``AgreedColumns``."""
         scale = self._scale.scale
         assert scale is not None
-        largest = self.largest.take(self._scale.zero).amax()
-        row = torch.stack([scale, largest, found.float(), bad_loss.float()])
+        peak = self._on_device(largest).amax()
+        row = torch.stack([scale, peak, found.float(), bad_loss.float()])
         return self._columns.add_to(row) if self._columns.agreed else row
 
-    def capture(self, found: Tensor, bad_loss: Tensor) -> None:
+    def capture(self, found: Tensor, bad_loss: Tensor, largest: Largest) -> None:
         """The step is being captured: a replay takes the plan and the exponents of now."""
-        self.captured = Captured(self._row(found, bad_loss), self.replay_key)
+        self.captured = Captured(self._row(found, bad_loss, largest), self.replay_key)
 
     def end_unseen(self) -> None:
         """The step is over, and nobody learns from it."""
-        self.largest.clear()
         self._columns.end()
 
     def end_step(
@@ -193,6 +204,9 @@ class Controller:
             return False
         record = arrived.record()
         survey = arrived.survey(record.exponent)
+        if self.pilot.follows and (survey is not None or record.overflow):
+            # Rare, and waited for anyway.
+            record = replace(record, went_on=exponent_of(self._scale.scale))
         if survey is not None:
             self.engine.probes.peaks.warn()
         # Reading the report waits for the device, but only after an overflow.
@@ -221,7 +235,7 @@ class Controller:
         if (offsets, active) != (self.engine.offsets, self.engine.followed.active_keys):
             self.engine.follow(offsets, active)
         own = self.pilot.parameter_offsets
-        if own != self.largest.offsets:
+        if own != self.largest.offsets and not self.pilot.follows:
             self.largest.offsets = own
 
     def _tell(
@@ -230,7 +244,7 @@ class Controller:
         """What a recorder cannot see for itself: probes, and plans with their reason."""
         modules = arrived.modules(record.exponent, self.engine.watch.names.order) if probed else ()
         moved = shift or self.pilot.offsets != self.engine.offsets
-        if record.amax is not None and not arrived.weighted:
+        if record.amax is not None and not arrived.weighted and not self.pilot.follows:
             recorder.measured(self.step_number - record.step, record.amax)
         if modules:
             recorder.probed(self.step_number - record.step, modules)
@@ -305,7 +319,7 @@ class Controller:
             return None
         engine = self.engine
         return self._columns.write(
-            self.largest.all(self._scale.zero),
+            self._scale.device,
             engine.probes.current,
             engine.unplanned,
             engine.uncut,
@@ -406,3 +420,9 @@ class Controller:
         self.pending.clear()
         self.engine.take()
         self.probe_now()
+
+
+def exponent_of(scale: Tensor | None) -> int:
+    """Return floor(log2) of the scale; waits for the device."""
+    assert scale is not None
+    return math.frexp(scale.item())[1] - 1

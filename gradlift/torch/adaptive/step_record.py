@@ -63,8 +63,7 @@ class Pending:
         scale, largest, found, bad_loss, *agreed = self._numbers()
         uncut = self.uncut
         if agreed:
-            columns = AgreedColumns(*agreed)
-            largest, uncut = columns.largest, columns.uncut > 0
+            uncut = AgreedColumns(*agreed).uncut > 0
         exponent = _exponent(scale)
         known = math.isfinite(largest) and largest > 0
         return Record(

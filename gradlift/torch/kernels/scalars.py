@@ -6,7 +6,8 @@
 only if something overflowed, counts what each gradient holds; on request it looks for their largest
 magnitude as well. ``overflow_report.py`` drives it. ``write_row`` writes what the adaptive scaler
 wants to know of a step where the host can read it; ``readback.py`` drives that. ``rule`` is the
-policy's rule; ``update.py`` says when it runs and what it equals. For a model that waits for the
+rule of ``Static`` and ``Dynamic`` and ``predict`` that of ``Predictive``; ``update.py`` says when
+they run and what they equal. For a model that waits for the
 host every microsecond of a launch counts, so ``Launch`` keeps the compiled program and its
 constants and goes past Triton's look-up.
 """
@@ -19,9 +20,18 @@ import torch
 import triton
 import triton.language as tl
 
-from gradlift.policy import LARGEST_SCALE
+from gradlift import policy
 
-_LARGEST = tl.constexpr(LARGEST_SCALE)
+_LARGEST = tl.constexpr(policy.LARGEST_SCALE)
+_LEAK = tl.constexpr(policy.LEAK)
+_BACKOFF = tl.constexpr(2.0**-policy.BACKOFF)
+_GAP_LEAK = tl.constexpr(policy.GAP_LEAK)
+_LARGEST_GAP = tl.constexpr(policy.LARGEST_GAP)
+_ZEROS = tl.constexpr(policy.ZEROS)
+_FIRST_GUESS = tl.constexpr(policy.FIRST_GUESS)
+_FULL = tl.constexpr(policy.FULL)
+_NO_GRADIENT = tl.constexpr(policy.NO_GRADIENT)
+_LARGEST_EXPONENT = tl.constexpr(policy.LARGEST_EXPONENT)
 
 CHUNK = 4096
 DTYPES = {
@@ -177,6 +187,87 @@ def rule(scale_p, clean_p, patience_p, counts_p, found_p, bad_p, numbers_p):
     tl.store(patience_p, tl.where(skip, left, refilled))
 
     at_floor = lowers & (scale <= floor)
+    tl.store(counts_p, tl.load(counts_p) + found.to(tl.int32))
+    tl.store(counts_p + 1, tl.where(skip, tl.load(counts_p + 1) + 1, 0))
+    tl.store(counts_p + 2, tl.load(counts_p + 2) + at_floor.to(tl.int32))
+    tl.store(counts_p + 3, tl.load(counts_p + 3) + (bad > 0).to(tl.int32))
+    tl.store(counts_p + 4, tl.load(counts_p + 4) + 1)
+
+
+@triton.jit
+def _exponent(value):
+    """floor(log2) of a positive normal float32."""
+    return (value.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def _power(exponent):
+    """2**exponent as float32; 0 below its normal numbers."""
+    exponent = tl.minimum(tl.maximum(exponent, -127), 127)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["count"])
+def predict(
+    scale_p,
+    zeros_p,
+    clean_p,
+    peak_p,
+    gap_p,
+    counts_p,
+    found_p,
+    bad_p,
+    numbers_p,
+    largest_p,
+    count,
+    BLOCK: tl.constexpr,
+):
+    most = tl.full([BLOCK], -1.0, tl.float32)
+    for start in range(0, count, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        value = tl.load(largest_p + places, mask=places < count, other=-1.0)
+        most = tl.maximum(most, tl.where(value != value, float("inf"), value))
+    floor = tl.load(numbers_p + 5).to(tl.float32)
+    ceiling = tl.load(numbers_p + 6).to(tl.float32)
+    headroom = tl.load(numbers_p + 8).to(tl.int32)
+    scale = tl.load(scale_p)
+    zeros = tl.load(zeros_p)
+    clean = tl.load(clean_p)
+    peak = tl.load(peak_p)
+    gap = tl.load(gap_p)
+    found = tl.load(found_p)
+    bad = tl.load(bad_p)
+    largest = (tl.max(most).to(tl.float64) / scale.to(tl.float64)).to(tl.float32)
+
+    skip = found > 0
+    overflow = found > bad
+    known = peak > 0
+    more = tl.minimum(gap + tl.where(known & (clean > 0), 1.0, 0.0), _LARGEST_GAP)
+    less = tl.maximum(gap - _GAP_LEAK, 0.0)
+    new_gap = tl.where(skip, tl.where(overflow, more, gap), less)
+    room = _LARGEST_EXPONENT - headroom - new_gap.to(tl.int32)
+
+    lowered = tl.maximum(_power(_exponent(scale)) * _BACKOFF, floor)
+    is_zero = (largest >= 0) & (largest < _NO_GRADIENT)
+    usable = (largest >= _NO_GRADIENT) & (largest <= _LARGEST)
+    measured = tl.where(usable, tl.maximum(largest, peak * _LEAK), peak)
+    run = tl.where(skip | (largest < 0), zeros, tl.where(is_zero, zeros + 1, 0))
+    raises = (scale < tl.minimum(ceiling, _FIRST_GUESS)) & (run >= _ZEROS)
+    measured = tl.where(raises, measured * 0.5, measured)
+    fitting = _FULL * _power(room) * _power(-_exponent(lowered))
+    new_peak = tl.where(skip, tl.where(overflow, fitting, peak), measured)
+    chosen = _power(room) * _power(-_exponent(tl.where(new_peak > 0, new_peak, 1.0)))
+    guess = tl.where(is_zero & (peak <= 0), tl.maximum(scale, _FIRST_GUESS), scale)
+    chosen = tl.where(new_peak > 0, chosen, guess)
+    chosen = tl.minimum(tl.maximum(chosen, floor), ceiling)
+
+    tl.store(scale_p, tl.where(skip, tl.where(overflow, lowered, scale), chosen))
+    tl.store(zeros_p, tl.where(raises, 0, run))
+    tl.store(clean_p, tl.where(skip, tl.where(overflow, 0, clean), 1))
+    tl.store(peak_p, new_peak)
+    tl.store(gap_p, new_gap)
+
+    at_floor = overflow & (scale <= floor)
     tl.store(counts_p, tl.load(counts_p) + found.to(tl.int32))
     tl.store(counts_p + 1, tl.where(skip, tl.load(counts_p + 1) + 1, 0))
     tl.store(counts_p + 2, tl.load(counts_p + 2) + at_floor.to(tl.int32))

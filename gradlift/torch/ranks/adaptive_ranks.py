@@ -3,8 +3,8 @@
 The pilot is a pure function of what it is shown, so ranks that are shown the same decide the
 same. What it is shown comes from three places::
 
-    every step   largest gradient, whether a graph was unplanned or no cut acted, the layout of a
-                 probe (as a hash): columns of the step's own agreement, no message of their own
+    every step   whether a graph was unplanned or no cut acted, the layout of a probe (as a hash):
+                 columns of the step's own agreement, no message of their own
     a probe      the counts of all rows, summed (``shared_probe``), when its turn comes DELAY
                  steps later
     an overflow  which components hold the parameters that overflowed, at the same turn
@@ -35,8 +35,8 @@ from gradlift.torch.step.readback import capturing
 from gradlift.troubleshooting import see
 
 # What a rank adds to its row of the agreement.
-LARGEST, LAYOUT, UNPLANNED, UNCUT, WATCHES = range(5)
-ADDED = 5
+LAYOUT, UNPLANNED, UNCUT, WATCHES = range(4)
+ADDED = 4
 
 NO_PROBE = -1
 
@@ -46,7 +46,6 @@ _PART_BITS = 26
 class AgreedColumns(NamedTuple):
     """What the ranks told each other in a step: the largest of each column, and two more."""
 
-    largest: float
     layout_high: float
     unplanned: float
     uncut: float
@@ -84,12 +83,12 @@ class AdaptiveColumns:
         return self._hashed[2]
 
     def write(
-        self, largest: Tensor, probe: Probe | None, unplanned: bool, uncut: bool, watches: bool
+        self, device: torch.device, probe: Probe | None, unplanned: bool, uncut: bool, watches: bool
     ) -> Tensor:
-        """This rank's columns: float64 [ADDED] on the device of ``largest``.
+        """This rank's columns: float64 [ADDED].
 
         Args:
-            largest: magnitudes, still scaled: float32, at least one.
+            device: where they are to be.
             probe: the one that the step is part of.
             unplanned: whether a graph came along that the plan was not made for.
             uncut: whether no cut acted.
@@ -97,12 +96,7 @@ class AdaptiveColumns:
         """
         self.layout = None if probe is None else Layout.of(probe)
         layout = NO_PROBE if self.layout is None else self.layout.digest()
-        told = self._form(
-            largest.device, (0, layout, int(unplanned), int(uncut), int(watches))
-        ).clone()
-        # A NaN has no order; what is not finite has no exponent either.
-        told[LARGEST].copy_(largest.amax().nan_to_num(torch.inf, torch.inf))
-        return told
+        return self._form(device, (layout, int(unplanned), int(uncut), int(watches)))
 
     def _form(self, device: torch.device, numbers: tuple[int, ...]) -> Tensor:
         """The numbers that the host knows, on the device; those of an ordinary step lie ready."""

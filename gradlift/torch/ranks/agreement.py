@@ -139,6 +139,7 @@ class Agreement:
         settings: int,
         squares: ownership.Squares | None = None,
         dropped: message.Dropped | None = None,
+        largest: float | Tensor | None = None,
     ) -> message.Exchange:
         """Begin an agreement over what a check found.
 
@@ -149,6 +150,7 @@ class Agreement:
             settings: a hash of the policy and of ``max_norm``, which must be too.
             squares: this rank's part of the squared norm; None if the norm is not wanted.
             dropped: what was given up since the last update; None if nothing was.
+            largest: the largest gradients of this rank, still scaled; None if not measured.
         """
         assert self.ranks is not None
         sums, copy = (None, -1) if squares is None else squares
@@ -167,6 +169,7 @@ class Agreement:
                 copy,
                 None if added is None else added.columns(),
                 dropped,
+                largest,
             ),
         )
 

@@ -25,9 +25,9 @@ from gradlift.torch.step.grads import has_float64
 from gradlift.troubleshooting import see
 
 # A row. The last seven must be equal on all ranks.
-FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY, DROPPED_FOUND, DROPPED_BAD = range(8)
-SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES = range(8, 15)
-COLUMNS = 15
+FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY, DROPPED_FOUND, DROPPED_BAD, LARGEST = range(9)
+SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES = range(9, 16)
+COLUMNS = 16
 SQUARES = slice(OWN, COPY)
 
 ABSENT = -1.0
@@ -77,6 +77,9 @@ class Mine(NamedTuple):
     more: Tensor | None = None
     """float64 [any]: more columns, of which nothing is decided here."""
     dropped: Dropped | None = None
+    largest: float | Tensor | None = None
+    """The largest gradients, still scaled: a number, or float32 of any shape; None if no rank
+    measures them."""
 
 
 class Verdict(NamedTuple):
@@ -130,6 +133,11 @@ def _write(row: Tensor, mine: Mine) -> None:
         row[REFUSES].fill_(mine.dropped.refuses)
         row[DROPPED_FOUND].copy_(mine.dropped.found_inf)
         row[DROPPED_BAD].copy_(mine.dropped.bad_loss)
+    if isinstance(mine.largest, Tensor):
+        # A NaN has no order.
+        row[LARGEST].copy_(mine.largest.amax().nan_to_num(torch.inf, torch.inf))
+    elif mine.largest is not None:
+        row[LARGEST].fill_(mine.largest)
     if mine.more is not None:
         row[COLUMNS:].copy_(mine.more)
     if mine.squares is not None:
@@ -149,6 +157,11 @@ def decide(rows: Tensor, measured: bool) -> Verdict:
     found_inf = torch.maximum(high[FOUND], flag).float()
     bad_loss = torch.maximum(high[BAD_LOSS], flag).float()
     return Verdict(found_inf, bad_loss, total.sqrt(), disputed, rows)
+
+
+def largest(rows: Tensor) -> Tensor:
+    """The largest gradient of any rank, still scaled, 0-d float32; negative if none measured it."""
+    return rows[:, LARGEST].amax().float()
 
 
 def dropped(rows: Tensor) -> tuple[Tensor, Tensor]:

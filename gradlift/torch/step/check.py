@@ -15,12 +15,12 @@ Nothing here reads a flag on the host, but on the CPU, where it costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradlift.policy import UNKNOWN
 from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks import message, ownership
@@ -28,10 +28,11 @@ from gradlift.torch.ranks.agreement import Agreement
 from gradlift.torch.ranks.shared_cause import first_of
 from gradlift.torch.step import grads
 from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.largest import Largest, LargestGradients, joined
 from gradlift.torch.step.loss import LossFlags
 from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
 from gradlift.torch.step.outcome import Outcome
-from gradlift.torch.step.overflow_report import OverflowReport, Peaks, Weights
+from gradlift.torch.step.overflow_report import OverflowReport, Peaks
 from gradlift.torch.step.shared_gradients import SharedGradients, scale_again_
 from gradlift.torch.step.update import has_triton
 from gradlift.troubleshooting import see
@@ -39,33 +40,6 @@ from gradlift.troubleshooting import see
 Collected = tuple[grads.Buckets, grads.Places]
 Unscale = Callable[[torch.optim.Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
 """torch's ``_unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)``."""
-
-
-class Watcher(Protocol):
-    """Who looks at the gradients while they are checked, still scaled."""
-
-    def prefers_two_passes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the two-pass way, whose first pass gives the largest magnitudes, shall be taken
-        where nobody asked to clip."""
-        ...
-
-    def meet(self, optimizer: torch.optim.Optimizer, rows: list[int]) -> None:
-        """Which of the optimizer's parameters have a gradient."""
-
-    def see(
-        self, optimizer: torch.optim.Optimizer, collected: Collected, home: torch.device
-    ) -> None:
-        """The gradients."""
-
-    def see_rows(self, optimizer: torch.optim.Optimizer, largest: Tensor) -> None:
-        """The largest magnitude of each of the optimizer's gradients: float32 [n]."""
-
-    def see_peaks(self, peaks: list[Tensor]) -> None:
-        """The largest magnitudes of groups of gradients, each row for what it counts."""
-
-    def rows(self, optimizer: torch.optim.Optimizer) -> Weights:
-        """Which rows of the optimizer's parameters count, and how much."""
-        ...
 
 
 class GradCheck:
@@ -96,7 +70,8 @@ class GradCheck:
         self.scale, self.steps, self.losses = scale, steps, losses
         self.overflows, self.agreement, self.outcome = overflows, agreement, outcome
         self.search, self.clears = search, clears
-        self.watcher: Watcher | None = None
+        self.meter: LargestGradients | None = None
+        """Measures the largest gradient, where the scale goes by it."""
         self.shared = SharedGradients()
         self._collected: Collected | None = None
 
@@ -140,25 +115,22 @@ class GradCheck:
             unscales = not is_made or inv_scale is not self.scale.one
             if is_made and not torch.compiler.is_compiling():
                 self._collected = collected
-                if self.watcher is not None:
-                    self._show(self.watcher, optimizer, collected, unscales)
+            if is_made and self.meter is not None:
+                self._measure(self.meter, optimizer, collected)
             return grads.unscale_and_check_(collected[0], inv_scale, found_inf, unscales)
 
-    def _show(
-        self,
-        watcher: Watcher,
-        optimizer: torch.optim.Optimizer,
-        collected: Collected,
-        unscales: bool,
+    def _measure(
+        self, meter: LargestGradients, optimizer: torch.optim.Optimizer, collected: Collected
     ) -> None:
-        """The gradients to the watcher, before they are divided by the scale."""
-        home = self.scale.device
-        watcher.meet(optimizer, [row for rows in collected[1].values() for row in rows])
-        if home.type == "cuda" and has_triton() and not unscales:
-            # What counts overflows there can look for the largest in the same launch.
-            self.steps.of(optimizer).needs_largest = True
-        else:
-            watcher.see(optimizer, collected, home)
+        """Measure the largest gradient, before the gradients are divided by the scale."""
+        known, home = self.steps.of(optimizer), self.scale.device
+        if not torch.compiler.is_compiling():
+            meter.meet(optimizer, [row for rows in collected[1].values() for row in rows])
+            if home.type == "cuda" and has_triton():
+                # The launch that counts overflows there measures it as well.
+                known.needs_largest = True
+                return
+        known.largest = meter.of_gradients(optimizer, collected, home)
 
     def run(
         self,
@@ -175,7 +147,7 @@ class GradCheck:
         start = self.scale.zero if bad_loss is None else bad_loss
         flags = unscale(optimizer, inv_scale, start, allow_fp16)
         if flags and not torch.compiler.is_compiling():
-            looked = self._report(optimizer, known, flags, unseen)
+            looked = self._report(optimizer, known, flags, unseen, inv_scale is not self.scale.one)
             self._collected = None  # or the gradients would outlive zero_grad()
             bad_loss = looked if looked is not None else bad_loss
             if unseen is not None and looked is None:
@@ -221,9 +193,11 @@ class GradCheck:
         known: OptimizerStep,
         flags: dict[torch.device, Tensor],
         unseen: Tensor | None,
+        unscaled: bool,
     ) -> Tensor | None:
         """Fill in the overflow report before anybody clips or clears the gradients, on the
-        device where the host does not know of the overflow; the flag of a loss not seen yet."""
+        device where the host does not know of the overflow; the flag of a loss not seen yet.
+        ``unscaled`` says whether the gradients were divided by the scale."""
         device = self.scale.device
         if device.type == "cpu":
             # Within a plain step() the flag is read there, and nothing comes in between.
@@ -233,17 +207,17 @@ class GradCheck:
             return None
         if self._collected is None or device.type != "cuda" or not has_triton():
             return None
-        watcher = self.watcher if known.needs_largest else None
+        meter = self.meter if known.needs_largest else None
         known.needs_largest = False
-        peaks = None if watcher is None else Peaks(watcher.rows(optimizer))
+        peaks = None if meter is None else Peaks(meter.rows(optimizer))
         known.is_reported, bad_loss = self.overflows.count_collected(
             optimizer, *self._collected, flags, self.scale.updates, unseen, peaks
         )
-        if watcher is not None and peaks is not None:
-            if known.is_reported:
-                watcher.see_peaks(peaks.found)
-            else:
-                watcher.see(optimizer, self._collected, device)
+        if meter is not None and peaks is not None:
+            found: Largest = joined([*peaks.found], self.scale.zero)
+            if not known.is_reported:
+                found = meter.of_gradients(optimizer, self._collected, device)
+            known.largest = found * self.scale.require("unscale_").scale if unscaled else found
         return bad_loss
 
     # Agree.
@@ -286,7 +260,10 @@ class GradCheck:
         if known.drops or known.refusal is not None:
             found, bad = known.dropped or (self.scale.zero, self.scale.zero)
             dropped = message.Dropped(known.drops, known.refusal is not None, found, bad)
-        return self.agreement.propose(found_inf, known.bad_loss, state, settings, squares, dropped)
+        largest = UNKNOWN if known.largest is None and self.meter is not None else known.largest
+        return self.agreement.propose(
+            found_inf, known.bad_loss, state, settings, squares, dropped, largest
+        )
 
     def found(self, known: OptimizerStep) -> Tensor:
         """Whether anything was found, on any rank if they were asked: 0-d float32 on the scaler's
@@ -297,6 +274,8 @@ class GradCheck:
             verdict = self._settle(exchange)
             known.entry["found_inf_per_device"] = {device: verdict.found_inf}
             known.bad_loss = verdict.bad_loss
+            if self.meter is not None:
+                known.largest = message.largest(verdict.rows)
             if known.drops:
                 known.dropped = message.dropped(verdict.rows)
             if exchange.measured:
@@ -350,6 +329,12 @@ class GradCheck:
         losses = [bad_loss for _, bad_loss in flags if bad_loss is not None]
         founds = [found for found, _ in flags]
         return _total(founds, self.scale.zero), _total(losses, self.scale.zero)
+
+    def largest(self) -> Largest:
+        """Return the largest gradient since the last update, still scaled; negative if none was
+        measured. Call it after ``overflow_counts``, which waits for the ranks."""
+        found = self.steps.largest()
+        return joined(found, self.scale.zero) if found else UNKNOWN
 
     # After a skip.
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlift.policy import Policy, ScaleState, Static, numbers
+from gradlift.policy import BACKOFF, Dynamic, Policy, Predictive, ScaleState, numbers, peak_for
 from gradlift.torch.checkpoint import Loaded
+from gradlift.torch.step.largest import Largest
 from gradlift.torch.step.readback import Counts
 from gradlift.torch.step.update import CONSECUTIVE, COUNTS, SKIPPED, UPDATES, update_
 
@@ -30,6 +31,7 @@ class DeviceScale:
         self.init_scale = policy.init_scale
         self.init_growth_tracker = 0
         self.init_hysteresis_tracker = policy.hysteresis
+        self.init_peak = self.init_gap = 0.0
         self.init_skipped_steps = 0
         self.init_steps: int | None = None
         """Steps before a checkpoint that was loaded; None if none was."""
@@ -42,6 +44,9 @@ class DeviceScale:
         """0-d int32."""
         self.hysteresis_tracker: Tensor | None = None
         """0-d int32."""
+        self.peak: Tensor | None = None
+        """0-d float32, see ``policy.ScaleState``; so is ``gap``."""
+        self.gap: Tensor | None = None
         self.counts: Tensor | None = None
         """int32 [COUNTS], see ``update.py``."""
         self.readback = Counts()
@@ -69,9 +74,13 @@ class DeviceScale:
         """0-d int32, a view: how many updates there were."""
         self.zero = torch.zeros((), dtype=torch.float32, device=device)
         self.one = torch.ones((), dtype=torch.float32, device=device)
+        self.peak = self.gap = self.zero  # other policies never write them
+        if isinstance(self.policy, Predictive):
+            self.peak = torch.full((), self.init_peak, dtype=torch.float32, device=device)
+            self.gap = torch.full((), self.init_gap, dtype=torch.float32, device=device)
 
     def require(self, caller: str) -> ScaleState:
-        """The three tensors that the rule moves; torch's ``AssertionError`` if there are none."""
+        """The tensors that the rule moves; torch's ``AssertionError`` if there are none."""
         for name, tensor in (("_scale", self.scale), ("_growth_tracker", self.growth_tracker)):
             if tensor is None:
                 raise AssertionError(
@@ -80,13 +89,17 @@ class DeviceScale:
                 )
         if self.counts is None or self.hysteresis_tracker is None:
             self._make_counters()  # somebody assigned _scale and _growth_tracker
-        return ScaleState(self.scale, self.growth_tracker, self.hysteresis_tracker)
+        return ScaleState(
+            self.scale, self.growth_tracker, self.hysteresis_tracker, self.peak, self.gap
+        )
 
     # How it moves.
 
-    def update_(self, found_inf: Tensor, bad_loss: Tensor) -> list[int] | None:
+    def update_(self, found_inf: Tensor, bad_loss: Tensor, largest: Largest) -> list[int] | None:
         """Let the policy choose the next scale; see ``update.update_``."""
-        return update_(self.policy, self.require("update"), self.counts, found_inf, bad_loss)  # type: ignore[arg-type]
+        state = self.require("update")
+        assert self.counts is not None
+        return update_(self.policy, state, self.counts, found_inf, bad_loss, largest)
 
     def set_(self, new_scale: Any, found_inf: Tensor, device_type: str) -> None:
         """Set the scale to what the user gave to ``update()``, and count the step.
@@ -97,6 +110,7 @@ class DeviceScale:
             device_type: that a tensor must be on.
         """
         self._fill(new_scale, device_type)
+        self._fit_peak()
         counts, found = self.counts, found_inf.int()
         assert counts is not None
         counts[SKIPPED] += found
@@ -130,27 +144,49 @@ class DeviceScale:
             )
         scale.fill_(float(new_scale))
 
+    def _fit_peak(self) -> None:
+        """Set the peak to what fits the scale, which somebody has set."""
+        state = self.require("update")
+        if isinstance(self.policy, Predictive):
+            state.peak.copy_(peak_for(self.policy, state.scale, state.gap, torch.where))
+
     def lower_(self) -> bool:
         """Back off now, waiting for the device; False at the floor."""
         state = self.require("step")
         scale = state.scale.item()
-        lowered = max(scale * self.policy.backoff_factor, self.policy.min_scale)
+        factor = self.policy.backoff_factor
+        factor = 2.0**-BACKOFF if isinstance(self.policy, Predictive) else factor
+        lowered = max(scale * factor, self.policy.min_scale)
         if lowered >= scale:
             return False
         state.scale.fill_(lowered)
         state.growth_tracker.zero_()
+        self._fit_peak()
         return True
+
+    def cap(self, most: float) -> None:
+        """Keep a ``Predictive`` scale at or below ``most`` from now on."""
+        policy = self.policy
+        if isinstance(policy, Predictive) and policy.max_scale > most:
+            low = min(policy.min_scale, most)
+            start = min(policy.init_scale, most)
+            self.policy = replace(policy, init_scale=start, min_scale=low, max_scale=most)
+            if self.scale is not None:
+                self.scale.clamp_(max=most)
 
     def shift_(self, exponent: int) -> None:
         """Multiply the scale by ``2**exponent``, within the policy's bounds."""
         assert self.scale is not None
         # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
         self.scale.mul_(2.0**exponent).clamp_(self.policy.min_scale, self.policy.max_scale)
+        if isinstance(self.policy, Predictive) and self.peak is not None:
+            self.peak.mul_(2.0**-exponent)
 
     def change_policy(self, name: str, value: Any) -> None:
         """One of the policy's numbers, changed under torch's name for it."""
-        if isinstance(self.policy, Static):
-            raise ValueError(f"a Static scale has no {name} to change; use policy=Dynamic(...)")
+        if not isinstance(self.policy, Dynamic):
+            kind = type(self.policy).__name__
+            raise ValueError(f"a {kind} scale has no {name} to change; use policy=Dynamic(...)")
         self.policy = replace(self.policy, **{name: value})
 
     # What the host may know.
@@ -190,7 +226,17 @@ class DeviceScale:
         if self.scale is not None and self.growth_tracker is not None:
             self.scale.fill_(loaded.scale)
             self.growth_tracker.fill_(loaded.growth_tracker)
+        self.init_peak, self.init_gap = loaded.peak, loaded.gap
+        if isinstance(self.policy, Predictive) and self.peak is not None and self.gap is not None:
+            self.peak.fill_(loaded.peak)
+            self.gap.fill_(loaded.gap)
         self.refill(loaded.hysteresis_tracker)
+
+    def peak_and_gap(self) -> tuple[float, float]:
+        """Return what a ``Predictive`` scale goes by; waits for the device."""
+        if self.peak is None or self.gap is None:
+            return self.init_peak, self.init_gap
+        return self.peak.item(), self.gap.item()
 
     def refill(self, hysteresis_tracker: int) -> None:
         """The counters from the start."""
@@ -203,11 +249,14 @@ class DeviceScale:
 
     def __getstate__(self) -> dict[str, Any]:
         scale, tracker = self.scale, self.growth_tracker
+        peak, gap = self.peak_and_gap()
         return {
             "policy": self.policy,
             "init_scale": self.init_scale if scale is None else scale.item(),
             "init_growth_tracker": self.init_growth_tracker if tracker is None else int(tracker),
             "init_hysteresis_tracker": self.hysteresis_left(),
+            "init_peak": peak,
+            "init_gap": gap,
             "init_skipped_steps": self.skipped_steps(),
             "init_steps": self.steps_taken(),
         }

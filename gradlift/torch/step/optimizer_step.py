@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.ranks.message import Exchange
+from gradlift.torch.step.largest import Largest
 
 
 @dataclass(eq=False)
@@ -36,8 +37,10 @@ class OptimizerStep:
     """Whether the check is part of ``step``, where the flag is read right after it."""
     is_reported: bool = False
     """Whether the overflow report has seen these gradients."""
+    largest: Largest | None = None
+    """The largest of these gradients, still scaled; None if it was not measured."""
     needs_largest: bool = False
-    """Whether somebody waits for the largest magnitude of these gradients."""
+    """Whether the launch that counts overflows is to measure it."""
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     """Whose gradients lie unscaled."""
     watch: Any = None
@@ -56,7 +59,7 @@ class OptimizerStep:
         self.dropped = found + found_inf, bad + bad_loss
         self.drops += 1
         self.entry.update(fresh_entry())
-        self.bad_loss = self.norm = self.optimizer = self.watch = None
+        self.bad_loss = self.norm = self.largest = self.optimizer = self.watch = None
         self.is_reported = False
 
 
@@ -93,6 +96,10 @@ class OptimizerSteps:
     def unscaled(self) -> list[OptimizerStep]:
         """Those whose gradients lie unscaled."""
         return [step for step in self._current() if step.entry["stage"] is OptState.UNSCALED]
+
+    def largest(self) -> list[Largest]:
+        """Return the largest gradients that were measured."""
+        return [step.largest for step in self._current() if step.largest is not None]
 
     def dropped(self) -> list[tuple[Tensor, Tensor]]:
         """What was found in all that was dropped."""

@@ -13,6 +13,7 @@ scaler learns of a probe some steps late, so its records are held back that long
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -26,11 +27,12 @@ from torch import Tensor
 from gradlift.formats import get
 from gradlift.plan.histogram import Histogram
 from gradlift.plan.key import Key
-from gradlift.policy import check_steps
+from gradlift.policy import UNKNOWN, check_steps
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
 from gradlift.report.writers import Guarded, Writer, writer_for
 from gradlift.torch.ranks import groups
 from gradlift.torch.step.device_scale import DeviceScale
+from gradlift.torch.step.largest import Largest
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.readback import InFlight, capturing, moved_to
@@ -97,6 +99,7 @@ class Recorder:
         outcome: Outcome,
         loss: Tensor | None,
         cause: object = None,
+        largest: Largest = UNKNOWN,
     ) -> None:
         """The step under way has ended; called in ``update()`` before the scale changes.
 
@@ -107,11 +110,12 @@ class Recorder:
             outcome: of the step.
             loss: 0-d float32: the sum of the losses that were scaled for it; None without any.
             cause: what broke it, where that was looked for.
+            largest: the largest gradient, still scaled; negative if it was not measured.
         """
         if self._closed or torch.compiler.is_compiling() or capturing(scale.device):
             return
         if self.step % self._every == 0:
-            self._keep_row(scale, found_inf, bad_loss, outcome, loss, cause)
+            self._keep_row(scale, found_inf, bad_loss, outcome, loss, cause, largest)
         self.step += 1
         if len(self._noted) == self._batch:
             self._send()
@@ -125,6 +129,7 @@ class Recorder:
         outcome: Outcome,
         loss: Tensor | None,
         cause: object,
+        largest: Largest,
     ) -> None:
         device, counts = scale.device, scale.counts
         assert scale.scale is not None and counts is not None  # noqa: PT018
@@ -133,7 +138,11 @@ class Recorder:
         norm = outcome.grad_norm if measured and outcome.grad_norm is not None else scale.zero
         skips = counts[SKIPPED] + found_inf
         told = scale.zero if loss is None else loss
-        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, told, scale.updates + 1]
+        if isinstance(largest, Tensor):
+            peak = largest.amax()
+        else:
+            peak = torch.full((), largest, device=device) if largest > 0 else scale.zero
+        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, told, peak, scale.updates + 1]
         row = [moved_to(v, device).float().reshape(()) for v in row]
         if self._rows is None or self._rows.device != device:
             self._rows = torch.zeros(self._batch, len(row), device=device)
@@ -194,6 +203,7 @@ class Recorder:
             record = self._held.popleft()
             modules, plan = _up_to(self._probes, record.step), _up_to(self._plans, record.step)
             largest = _up_to(self._largest, record.step)
+            largest = record.largest if largest is None else largest
             ready.append(replace(record, modules=modules or (), plan=plan, largest=largest))
         if ready:
             self._writer.write(ready)
@@ -269,6 +279,7 @@ def _record(
     inf: float,
     skips: float,
     loss: float,
+    largest: float,
 ) -> StepRecord:
     cause = None if not found else "forward" if bad else "inf" if inf else "nan"
     measured = known.max_norm is not None
@@ -285,6 +296,7 @@ def _record(
         loss=loss if known.has_loss else None,
         first_bad=known.first_bad,
         time=known.time,
+        largest=math.frexp(largest / scale)[1] - 1 if 0 < largest < math.inf else None,
     )
 
 

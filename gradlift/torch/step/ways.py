@@ -36,10 +36,10 @@ def step(call: StepCall, scaler: Any) -> Any:
     if torch.compiler.is_compiling():
         return traced(call)
     check, optimizer, limit = call.check, call.optimizer, call.max_norm
-    if limit is None and check.watcher is not None and call.known.entry["stage"] is OptState.READY:
+    if limit is None and check.meter is not None and call.known.entry["stage"] is OptState.READY:
         # Its first pass gives the largest gradients, which would cost a pass of their own.
         on_gpu = check.scale.device.type == "cuda"
-        limit = math.inf if on_gpu and check.watcher.prefers_two_passes(optimizer) else None
+        limit = math.inf if on_gpu and check.meter.prefers_two_passes(optimizer) else None
     # Without max_norm the plain scaler leaves them: torch's numbers come out bit for bit only in
     # torch's own way.
     plain_call = not call.args and not call.kwargs
@@ -156,14 +156,14 @@ def two_passes(call: StepCall, limit: float) -> None:
         known.bad_loss = check.bad_loss()
         found = (check.scale.zero if known.bad_loss is None else known.bad_loss).clone()
     # An inf that was written after unscale_ is the user's affair: what counts is the check.
-    watcher = check.watcher
+    meter = check.meter
     measured = passes.measure(
-        scale, found.clone() if unscaled and ranks is not None else found, amax=watcher is not None
+        scale, found.clone() if unscaled and ranks is not None else found, amax=meter is not None
     )
-    if watcher is not None and measured.amax is not None and not unscaled:
+    if meter is not None and measured.amax is not None and not unscaled:
         found_rows = enumerate(passes.grads.grads)
-        watcher.meet(optimizer, [row for row, grad in found_rows if grad is not None])
-        watcher.see_rows(optimizer, measured.amax)
+        meter.meet(optimizer, [row for row, grad in found_rows if grad is not None])
+        known.largest = meter.of_rows(optimizer, measured.amax)
     norm = measured.norm
     if ranks is not None:
         wanted = max_norm is not None
