@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "jax.md"
 
 def test_the_page_runs_as_printed(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 11
     names = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"docs/jax.md, block {number}", "exec"), names)

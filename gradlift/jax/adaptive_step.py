@@ -5,7 +5,8 @@ In pseudo-code; ``take_step`` has the same shape::
     a gradient at the plan's exponents (``cuts.py``), counted if the step is a probe
     the largest gradient of every parameter
     a record of it (``records.py``)
-    the scale of the next step: after an overflow the policy's, otherwise the predicted one
+    the scale of the next step: ``Predictive`` chooses it; where gradients are not in float16,
+    ``records.py`` does, and the policy after an overflow
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gradlift.jax import axes, records
 from gradlift.jax.cuts import Layerwise
@@ -25,6 +25,7 @@ from gradlift.jax.state import (
     LossScaleState,
     ValueAndGrad,
     all_finite,
+    fit_loss,
     loss_of,
     update,
     value_and_grad,
@@ -39,8 +40,9 @@ class AdaptiveState:
         loss_scale: the scale of the loss's component.
         offsets: int32, shape (components,): exponents relative to the loss's; None in steps that
             are no probe while one exponent serves all.
-        limit: int32, 0-d: the most that exponent plus largest gradient may come to.
-        least: int32, 0-d: the lowest exponent that keeps small gradients.
+        limit: int32, 0-d: the most that exponent plus largest gradient may come to; None with
+            ``Predictive``, which needs neither this nor ``least``.
+        least: int32, 0-d: the lowest exponent that keeps small gradients; likewise.
         records: int32, shape (64, 6): the last steps, see ``records.py``.
         overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
             that overflowed.
@@ -49,8 +51,8 @@ class AdaptiveState:
 
     loss_scale: LossScaleState
     offsets: jax.Array | None
-    limit: jax.Array
-    least: jax.Array
+    limit: jax.Array | None
+    least: jax.Array | None
     records: jax.Array
     overflowed: jax.Array
     bins: jax.Array | None
@@ -87,23 +89,24 @@ def take_step(
     largest = _largest(out, before, run, parameters)
     bad_loss = _bad_loss(out, before, run)
     # The same as ``out`` says, from what was reduced anyway: XLA drops the other reduction.
-    finite = (largest != records.NOT_FINITE).all()
-    out = out._replace(finite=finite, state=update(before, finite, ~bad_loss))
+    finite = jnp.isfinite(largest).all()
+    loss_scale = update(before, finite, ~bad_loss, jnp.max(largest, initial=0))
+    loss_scale = fit_loss(loss_scale, loss_of(out.aux, run.has_aux))
     rows = records.appended(
         state.records,
         exponent=records.exponents(before.scale),
-        amax=jnp.max(largest, initial=records.NOTHING),
+        amax=jnp.max(records.exponents(largest), initial=records.NOTHING),
         overflow=~finite,
         bad_loss=bad_loss,
-        went_on=records.exponents(out.state.scale),
+        went_on=records.exponents(loss_scale.scale),
     )
-    rows = records.went_on(rows, state.limit, state.least, before.policy)
-    loss_scale = out.state.replace(scale=records.power(rows[-1, records.WENT_ON]))
+    if state.limit is not None and state.least is not None:
+        rows = records.went_on(rows, state.limit, state.least, before.policy)
+        loss_scale = loss_scale.replace(scale=records.power(rows[-1, records.WENT_ON]))
     # Gradients of a bad loss say nothing about who overflowed.
-    kept = finite | bad_loss
-    overflowed = jnp.where(kept, state.overflowed, largest == records.NOT_FINITE)
+    overflowed = jnp.where(finite | bad_loss, state.overflowed, ~jnp.isfinite(largest))
     state = state.replace(loss_scale=loss_scale, records=rows, overflowed=overflowed, bins=bins)
-    return state, out._replace(state=loss_scale)
+    return state, out._replace(finite=finite, state=loss_scale)
 
 
 def _differentiated(
@@ -122,10 +125,9 @@ def _differentiated(
 def _largest(
     out: ValueAndGrad, before: LossScaleState, run: Layerwise, parameters: Parameters
 ) -> jax.Array:
-    """The exponent of each parameter's largest gradient on any device: int32."""
-    found = records.exponents(parameters.largest(out.grads))
-    over = axes.deciding(found, before.scale, run.axis_name)
-    return lax.pmax(axes.vary(found, over), over) if over else found
+    """Return the largest |gradient| of each parameter on any device: float32."""
+    found = parameters.largest(out.grads)
+    return axes.largest(found, axes.deciding(found, before.scale, run.axis_name))
 
 
 def _bad_loss(out: ValueAndGrad, before: LossScaleState, run: Layerwise) -> jax.Array:

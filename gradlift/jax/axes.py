@@ -97,3 +97,17 @@ def agree(flag: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """Whether ``flag`` is true on all devices of the axes: bool, 0-d."""
     # Newer versions of JAX take no axis that the flag is the same over beside one it differs on.
     return lax.pmin(vary(flag.astype(jnp.int32), axes), axes) > 0 if axes else flag
+
+
+def largest(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Return the largest of ``x`` over the devices of the axes, element by element.
+
+    Args:
+        x: float32, any shape, not negative; a NaN counts as larger than any number.
+        axes: the axes.
+    """
+    if not axes:
+        return x
+    # Bits of floats that are not negative are in their order, and a pmax of floats may lose a NaN.
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return lax.bitcast_convert_type(lax.pmax(vary(bits, axes), axes), jnp.float32)

@@ -55,6 +55,7 @@ from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose
 from gradlift.plan.potential import Graph
+from gradlift.policy import Predictive
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,10 @@ class Traced:
             last: the plan in force.
             **options: ``tolerance``, ``headroom`` and ``forecast`` of ``gradlift.plan.choose``.
         """
-        found = self.histograms(bins, exponent_of(float(state.scale)), offsets)
+        exponent = exponent_of(float(state.scale))
+        found = self.histograms(bins, exponent, offsets)
+        if isinstance(state.policy, Predictive):
+            options = {"loss_exponent": exponent, **options}
         return choose(self.graph, found, last=last, **options)
 
     def histograms(self, bins: Any, exponent: int, offsets: Any) -> list[Histogram | None]:
@@ -281,15 +285,30 @@ def adopt(plan: Plan, state: LossScaleState) -> tuple[LossScaleState, jax.Array]
 
     Args:
         plan: from ``Traced.plan`` or ``Plan.uniform``.
-        state: the state in force; its scale becomes the plan's, within its policy's bounds.
+        state: the state in force; its scale becomes the plan's, within its policy's bounds. With
+            ``Predictive`` it stays, and the plan is moved to it; that waits for the device.
 
     Returns:
         The state, and the offsets: int32, shape (components,).
     """
     check_state(state, "adopt(plan, state)", (plan,))
+    if isinstance(state.policy, Predictive):
+        offsets = safe_offsets(plan, exponent_of(float(state.scale)))
+        return state, jnp.asarray(offsets, jnp.int32)
     bounded = min(max(2.0**plan.global_exponent, state.policy.min_scale), state.policy.max_scale)
     state = state.replace(scale=jnp.asarray(bounded, jnp.float32))
     return state, jnp.asarray(plan.offsets, jnp.int32)
+
+
+def safe_offsets(plan: Plan, loss: int) -> tuple[int, ...]:
+    """Return the plan's offsets, lower where a component would be raised beyond its interval.
+
+    Args:
+        plan: the plan.
+        loss: the loss's exponent in force, which need not be the plan's.
+    """
+    tops = (max(component.interval.high - loss, 0) for component in plan.components)
+    return tuple(map(min, plan.offsets, tops))
 
 
 def exponent_of(scale: float) -> int:

@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gradlift.jax.cuts import Traced
-from gradlift.jax.state import at_least_float32
-
-_LARGEST = float(jnp.finfo(jnp.float32).max)
+from gradlift.jax.state import magnitudes
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,11 @@ class Parameters:
             grads: a tree of arrays, as of the arguments.
         """
         found = [
-            jnp.max(_rows(at_least_float32(grad), sliced), axis=1, initial=0)
+            jnp.max(_rows(magnitudes(grad), sliced), axis=1, initial=0)
             for grad, sliced in zip(jax.tree.leaves(grads), self.sliced, strict=True)
         ]
         return jnp.concatenate(found) if found else jnp.zeros(0)
 
 
-def _rows(grad: jax.Array, sliced: bool) -> jax.Array:
-    rows = grad.shape[0] if sliced else 1
-    sizes = jnp.abs(grad)
-    if sizes.dtype.itemsize > 4:  # what float64 holds and float32 does not is finite all the same
-        sizes = jnp.where(jnp.isfinite(sizes), jnp.minimum(sizes, _LARGEST), sizes)
-    return sizes.astype(jnp.float32).reshape(rows, -1 if grad.size else 0)
+def _rows(sizes: jax.Array, sliced: bool) -> jax.Array:
+    return sizes.reshape(sizes.shape[0] if sliced else 1, -1 if sizes.size else 0)

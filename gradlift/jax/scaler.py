@@ -4,7 +4,8 @@ The pilot that decides (``gradlift.plan.pilot``) is the one of torch's ``Adaptiv
 it sits between steps, on the host, and what it needs rides in a pytree::
 
     on the device, in a step   ``adaptive_step.py``: a gradient at the plan's exponents, a record,
-                               and the scale of the next step
+                               and the scale of the next step; for float16 that of ``Predictive``,
+                               and the pilot decides how much higher other parts are
     on the host, in adjust     every eighth step, the records copied at the look before: they are
                                there by then, and nothing waits; while a plan is being looked for,
                                every step; what the pilot says goes back as small arrays
@@ -34,22 +35,20 @@ from gradlift.jax import records
 from gradlift.jax.adaptive_step import ARRAYS, AdaptiveState, take_step
 from gradlift.jax.arrivals import ARRIVED, Arrived, Sent, copied
 from gradlift.jax.axes import AxisName
-from gradlift.jax.cuts import Layerwise, Traced
+from gradlift.jax.cuts import Layerwise, Traced, safe_offsets
 from gradlift.jax.parameters import Parameters
-from gradlift.jax.state import LEAVES, ValueAndGrad, init
+from gradlift.jax.state import LEAVES, PREDICTED, ValueAndGrad, init, leaf_names
 from gradlift.plan.histogram import BINS
 from gradlift.plan.observations import ADVICE
-from gradlift.plan.pilot import Pilot
+from gradlift.plan.pilot import BACKOFF, Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
 from gradlift.plan.saved import PILOT
-from gradlift.policy import Dynamic, check_power_of_two, check_steps
+from gradlift.policy import Dynamic, Policy, Predictive, check_power_of_two, check_steps
 
 VERSION = 1
 # Steps between two looks of the host, once a plan was found.
 LOOK = 8
-# On an overflow: nobody knows how far the gradients jumped, and a probe brings the scale back.
-BACKOFF = 2.0**-4
 
 
 def _numbers(value: Any) -> np.ndarray:
@@ -63,7 +62,10 @@ def _numbers(value: Any) -> np.ndarray:
 
 SAVED = schema.record(
     version=schema.one_of(VERSION),
-    arrays=schema.record(**dict.fromkeys((*LEAVES, *ARRAYS), _numbers)),
+    arrays=schema.record(
+        **dict.fromkeys((*LEAVES, *ARRAYS), _numbers)
+        | dict.fromkeys(("limit", "least", *PREDICTED), schema.Since(_numbers))
+    ),
     probing=schema.flag,
     steps=schema.optional(schema.whole(0)),
     seen=schema.whole(-1),
@@ -96,8 +98,8 @@ class Adaptive:
         has_aux: whether ``fun`` returns a pair.
         axis_name: as for ``value_and_grad``.
         format: the format that gradients are stored in; None for the narrowest in the jaxpr.
-        tolerance: fraction of the non-zero elements of a gradient that may be flushed to zero.
-        headroom: bits to keep free above the largest gradient seen.
+        tolerance: fraction of a gradient's magnitude that may be flushed to zero.
+        headroom: powers of two to keep free above the largest gradient.
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step, a power of two.
     """
@@ -111,7 +113,7 @@ class Adaptive:
         *,
         format: str | None = None,
         tolerance: float = 1e-3,
-        headroom: int = 3,
+        headroom: int = Predictive.headroom,
         interval: int | None = None,
         init_scale: float = 2.0**8,
     ) -> None:
@@ -122,12 +124,7 @@ class Adaptive:
         self._run = Layerwise(fun, argnums, has_aux, axis_name)
         self._format = None if format is None else get(format)
         self._settings = tolerance, headroom, interval
-        self._policy = Dynamic(
-            init_scale=init_scale,
-            growth_interval=2**31 - 1,
-            backoff_factor=BACKOFF,
-            max_scale=2.0**96,
-        )
+        self._predictive = Predictive(init_scale, headroom)
         self._jitted = jax.jit(self._step)
         self._model: tuple[Traced, Parameters] | None = None
         self._pilot: Pilot | None = None
@@ -159,16 +156,18 @@ class Adaptive:
         found = {component.format for component in traced.graph.components}
         narrowest = next(format for name, format in FORMATS.items() if name in found)
         self._model = traced, parameters
-        self._pilot = Pilot(self._format or narrowest, *self._settings)
+        format = self._format or narrowest
+        predicts = format.name == "float16"
+        self._pilot = Pilot(format, *self._settings, follows=predicts)
         self._steps, self._looked, self._seen = None, -1, -1
         self._queue.clear()
         self._offsets = (0,) * len(traced.graph.components)
         self._limits = limit, least = _limits(self._pilot)
         state = AdaptiveState(
-            init(self._policy),
+            init(self._predictive if predicts else _backing_off(self._predictive.init_scale)),
             None,
-            jnp.asarray(limit, jnp.int32),
-            jnp.asarray(least, jnp.int32),
+            None if predicts else jnp.asarray(limit, jnp.int32),
+            None if predicts else jnp.asarray(least, jnp.int32),
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
             None,
@@ -200,7 +199,7 @@ class Adaptive:
             steps: how many steps it took, for a loop inside ``jit``.
         """
         pilot = self._check(state)[0]
-        if isinstance(state.limit, Tracer):
+        if isinstance(state.records, Tracer):
             raise ValueError("adjust(state) reads the device: call it outside jit and scan")
         if self._steps is None:
             # The first steps, or the first ones after arrays came from a checkpoint.
@@ -226,11 +225,12 @@ class Adaptive:
         waiting = [
             s if isinstance(s, Arrived) else s.arrived(traced, parameters) for s in self._queue
         ]
-        arrays = {name: getattr(state.loss_scale, name) for name in LEAVES}
+        names = leaf_names(state.loss_scale.policy)
+        arrays = {name: getattr(state.loss_scale, name) for name in names}
         arrays |= {name: getattr(state, name) for name in ARRAYS} | {"offsets": self._offsets}
         return {
             "version": VERSION,
-            "arrays": {name: np.asarray(x).tolist() for name, x in arrays.items()},
+            "arrays": {n: np.asarray(x).tolist() for n, x in arrays.items() if x is not None},
             "probing": state.bins is not None,
             "steps": self._steps,
             "seen": self._seen,
@@ -250,13 +250,17 @@ class Adaptive:
         state = self.init(*args)
         pilot = self._check(state)[0]
         pilot.check(saved["pilot"])
-        arrays = {name: _loaded(name, x, state) for name, x in read["arrays"].items()}
+        before, policy = read["arrays"], state.loss_scale.policy
+        if isinstance(policy, Predictive) and before["peak"] is None:
+            # Of a version that predicted otherwise.
+            before |= policy.resume(float(before["scale"]))._asdict()
+        arrays = {name: _loaded(name, x, state) for name, x in before.items()}
         pilot.follow(read["pilot"])
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
         self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
-        self._limits = int(arrays["limit"]), int(arrays["least"])
-        loss_scale = state.loss_scale.replace(**{name: arrays[name] for name in LEAVES})
+        self._limits = _limits(pilot)
+        loss_scale = state.loss_scale.replace(**{n: arrays[n] for n in (*LEAVES, *PREDICTED)})
         own = {name: arrays[name] for name in ARRAYS}
         state = state.replace(loss_scale=loss_scale, **own)
         return self._formed(state, read["probing"])
@@ -298,16 +302,22 @@ class Adaptive:
             blamed = arrived.overflowed if i == last else ()
             shift += pilot.saw(row, self._steps - 1, survey, blamed)
         if shift:
-            low, high = self._policy.min_scale, self._policy.max_scale
-            moved = jnp.clip(state.scale * np.float32(2.0**shift), low, high)
-            state = state.replace(loss_scale=state.loss_scale.replace(scale=moved))
+            policy = state.loss_scale.policy
+            moved = state.scale * np.float32(2.0**shift)
+            moved = jnp.clip(moved, policy.min_scale, policy.max_scale)
+            changes = {"scale": moved}
+            if (peak := state.loss_scale.peak) is not None:
+                changes["peak"] = peak * np.float32(2.0**-shift)
+            state = state.replace(loss_scale=state.loss_scale.replace(**changes))
         offsets = pilot.plan.offsets if pilot.plan else self._offsets
+        if pilot.plan and pilot.follows:
+            offsets = safe_offsets(pilot.plan, pilot.plan.global_exponent)
         if offsets != self._offsets:
             self._offsets = offsets
             state = self._formed(state, probing=False)
-        if (limits := _limits(pilot)) != self._limits:
+        if state.limit is not None and (limits := _limits(pilot)) != self._limits:
             self._limits = limits
-            limit, least = (_like(each, state.limit) for each in limits)
+            limit, least = (_like(each, state.records) for each in limits)
             state = state.replace(limit=limit, least=least)
         return state
 
@@ -315,8 +325,8 @@ class Adaptive:
         """The state with the arrays that a probe needs or a step, and no others."""
         needed, sites = probing or any(self._offsets), self._check(state)[1].analysis.sites
         return state.replace(
-            offsets=_like(self._offsets, state.limit) if needed else None,
-            bins=_like(np.zeros((len(sites), BINS)), state.limit) if probing else None,
+            offsets=_like(self._offsets, state.records) if needed else None,
+            bins=_like(np.zeros((len(sites), BINS)), state.records) if probing else None,
         )
 
     def _check(self, state: Any, args: Sequence[Any] = ()) -> tuple[Pilot, Traced, Parameters]:
@@ -333,6 +343,16 @@ class Adaptive:
 
 
 adaptive = Adaptive
+
+
+def _backing_off(init_scale: float) -> Policy:
+    """Return the policy where the host decides the loss's exponent, which acts on an overflow."""
+    return Dynamic(
+        init_scale=init_scale,
+        growth_interval=2**31 - 1,
+        backoff_factor=2.0**-BACKOFF,
+        max_scale=2.0**96,
+    )
 
 
 def _limits(pilot: Pilot) -> tuple[int, int]:
@@ -360,11 +380,13 @@ def _everywhere(args: Any) -> NamedSharding | None:
     return None
 
 
-def _loaded(name: str, values: Any, state: AdaptiveState) -> jax.Array:
-    """An array of a checkpoint, where the new one lies."""
+def _loaded(name: str, values: Any, state: AdaptiveState) -> jax.Array | None:
+    """An array of a checkpoint, where the new one lies; None where the new state has none."""
     new = getattr(state if name in ARRAYS else state.loss_scale, name)
+    if new is None:
+        return None
     array = np.asarray(values)
-    if array.shape != new.shape:
+    if values is None or array.shape != new.shape:
         raise ValueError(
             f"{name} was saved with shape {array.shape} and this loss function has {new.shape}: "
             "its cuts or parameters are others"

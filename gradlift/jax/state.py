@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,7 +21,15 @@ from gradlift import policy as rule
 from gradlift.floor import react
 from gradlift.jax import axes
 from gradlift.jax.axes import AxisName
-from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, Policy, ScaleState, Static
+from gradlift.policy import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    Dynamic,
+    Policy,
+    Predictive,
+    ScaleState,
+    Static,
+)
 
 Tree = TypeVar("Tree")
 
@@ -32,11 +40,16 @@ class LossScaleState:
 
     Attributes:
         scale: float32, the multiplier of the loss.
-        growth_tracker: int32, clean steps since the scale last changed or a step was skipped.
-        hysteresis_tracker: int32, overflows that may still pass before the scale backs off.
+        growth_tracker: int32, clean steps since the scale last changed or a step was skipped;
+            with ``Predictive``, steps in a row with nothing but zeros.
+        hysteresis_tracker: int32, overflows that may still pass before the scale backs off;
+            with ``Predictive``, 0 after an overflow and 1 after a clean step.
         finite: bool, whether the latest step's gradients were finite; True before any step.
         skipped_steps: int32, steps skipped so far.
-        policy: a ``Static`` or a ``Dynamic``; part of the tree's structure, not a leaf.
+        policy: a ``Static``, ``Dynamic`` or ``Predictive``; part of the tree's structure, not a
+            leaf.
+        peak: float32, the largest recent gradient; None and not a leaf without ``Predictive``.
+        gap: float32, powers of two by which something unseen exceeds the peak; likewise.
     """
 
     scale: jax.Array
@@ -45,6 +58,8 @@ class LossScaleState:
     finite: jax.Array
     skipped_steps: jax.Array
     policy: Policy
+    peak: jax.Array | None = None
+    gap: jax.Array | None = None
 
     def replace(self, **changes: Any) -> LossScaleState:
         """A copy with some fields changed."""
@@ -52,7 +67,29 @@ class LossScaleState:
 
 
 LEAVES = ("scale", "growth_tracker", "hysteresis_tracker", "finite", "skipped_steps")
-jax.tree_util.register_dataclass(LossScaleState, data_fields=LEAVES, meta_fields=("policy",))
+PREDICTED = ("peak", "gap")
+
+
+def leaf_names(policy: Policy) -> tuple[str, ...]:
+    """Return the fields of a state that are leaves of its tree."""
+    return LEAVES + PREDICTED if isinstance(policy, Predictive) else LEAVES
+
+
+def _children(state: LossScaleState) -> tuple[tuple[Any, ...], Policy]:
+    return tuple(getattr(state, name) for name in leaf_names(state.policy)), state.policy
+
+
+def _keyed_children(state: LossScaleState) -> tuple[tuple[Any, ...], Policy]:
+    keys = map(jax.tree_util.GetAttrKey, leaf_names(state.policy))
+    return tuple(zip(keys, _children(state)[0], strict=True)), state.policy
+
+
+def _from_children(policy: Policy, leaves: Iterable[Any]) -> LossScaleState:
+    return LossScaleState(**dict(zip(leaf_names(policy), leaves, strict=True)), policy=policy)
+
+
+# Not register_dataclass: Orbax stores a None as an entry, and refuses files that do not have it.
+jax.tree_util.register_pytree_with_keys(LossScaleState, _keyed_children, _from_children, _children)
 
 try:  # Flax saves only types it has been told of
     from flax import serialization as _flax
@@ -61,9 +98,20 @@ except ImportError:
 else:
     _flax.register_serialization_state(
         LossScaleState,
-        lambda state: {name: getattr(state, name) for name in LEAVES},
-        lambda target, saved: target.replace(**{name: saved[name] for name in LEAVES}),
+        lambda state: {name: getattr(state, name) for name in leaf_names(state.policy)},
+        lambda target, saved: _restored(target, saved),
     )
+
+
+def _restored(target: LossScaleState, saved: Mapping[str, Any]) -> LossScaleState:
+    """Return a state with the policy of ``target`` and saved arrays.
+
+    ``Predictive`` goes on from the scale alone where another policy saved them.
+    """
+    names, policy = leaf_names(target.policy), target.policy
+    if isinstance(policy, Predictive) and "peak" not in saved:
+        target, names = _state(policy, policy.resume(float(saved["scale"]))), LEAVES[3:]
+    return target.replace(**{name: saved[name] for name in names})
 
 
 class ValueAndGrad(NamedTuple):
@@ -83,7 +131,7 @@ def init(policy: Policy | None = None) -> LossScaleState:
     """The state before the first step.
 
     Args:
-        policy: a ``Static`` or a ``Dynamic``; ``Dynamic()`` when left out.
+        policy: a ``Static``, ``Dynamic`` or ``Predictive``; ``Dynamic()`` when left out.
 
     Examples:
         >>> state = init(Dynamic(init_scale=8.0))
@@ -98,17 +146,18 @@ def checked(policy: Any) -> Policy:
     """A policy, ``Dynamic()`` for None; anything else is refused."""
     if policy is None:
         return Dynamic()
-    if isinstance(policy, (Static, Dynamic)):
+    if isinstance(policy, (Static, Dynamic, Predictive)):
         return policy
     number = isinstance(policy, (int, float)) and not isinstance(policy, bool)
-    advice = f"Dynamic(init_scale={policy!r})" if number else "Dynamic() or Static(2.0**16)"
+    advice = f"Dynamic(init_scale={policy!r})" if number else "Dynamic() or Predictive()"
     raise ValueError(
-        f"the policy of a loss scale is a gradlift.Dynamic or a gradlift.Static, got {policy!r}: "
-        f"pass {advice}"
+        "the policy of a loss scale is a gradlift.Dynamic, Predictive or Static, "
+        f"got {policy!r}: pass {advice}"
     )
 
 
 def _state(policy: Policy, start: ScaleState) -> LossScaleState:
+    predicted = isinstance(policy, Predictive)
     return LossScaleState(
         scale=jnp.asarray(start.scale, jnp.float32),
         growth_tracker=jnp.asarray(start.growth_tracker, jnp.int32),
@@ -116,6 +165,8 @@ def _state(policy: Policy, start: ScaleState) -> LossScaleState:
         finite=jnp.asarray(True),
         skipped_steps=jnp.asarray(0, jnp.int32),
         policy=policy,
+        peak=jnp.asarray(start.peak, jnp.float32) if predicted else None,
+        gap=jnp.asarray(start.gap, jnp.float32) if predicted else None,
     )
 
 
@@ -168,8 +219,33 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     return axes.agree(finite, axes.names(axis_name))
 
 
+def largest_gradient(tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """Return the largest magnitude in all floating-point leaves: float32, 0-d.
+
+    It is inf or NaN where an element is, and 0 where there is no leaf.
+
+    Args:
+        tree: a tree of arrays, the unscaled gradients.
+        axis_name: of ``pmap``, ``vmap`` or ``shard_map``: the largest over that axis.
+    """
+    found = [jnp.max(magnitudes(x), initial=0) for x in jax.tree.leaves(tree) if inexact(x)]
+    largest = functools.reduce(jnp.maximum, found, jnp.zeros((), jnp.float32))
+    return axes.largest(largest, axes.names(axis_name))
+
+
+def magnitudes(x: Any) -> jax.Array:
+    """Return |x| in float32; a finite float64 beyond float32's range becomes float32's largest."""
+    sizes = jnp.abs(at_least_float32(x))
+    if sizes.dtype.itemsize > 4:
+        sizes = jnp.where(jnp.isfinite(sizes), jnp.minimum(sizes, LARGEST_SCALE), sizes)
+    return sizes.astype(jnp.float32)
+
+
 def update(
-    state: LossScaleState, finite: jax.Array, loss_finite: jax.Array | bool = True
+    state: LossScaleState,
+    finite: jax.Array,
+    loss_finite: jax.Array | bool = True,
+    largest: jax.Array | float | None = None,
 ) -> LossScaleState:
     """The state after one step.
 
@@ -178,16 +254,29 @@ def update(
         finite: whether the step's gradients were finite: bool, 0-d.
         loss_finite: whether the unscaled loss was finite: bool, 0-d. A step skipped because of
             its loss leaves the scale where it is, since no scale can mend a forward pass.
+        largest: the largest magnitude of the unscaled gradients: float32, 0-d. ``Predictive``
+            needs it, ``Static`` and ``Dynamic`` do not use it.
+
+    Raises:
+        ValueError: a ``Predictive`` state without ``largest``.
     """
     check_state(state, "update(state, finite)")
     finite = jnp.asarray(finite, bool)
-    before = ScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker)
-    after = rule.update(state.policy, before, ~finite, where=jnp.where, loss_finite=loss_finite)
-    skipped = state.skipped_steps + (~finite).astype(jnp.int32)
+    if isinstance(state.policy, Predictive):
+        if largest is None:
+            raise ValueError(
+                "the state has the policy Predictive, which needs the largest gradient: pass "
+                "update(state, finite, largest=gradlift.jax.largest_gradient(grads)), with "
+                "unscaled gradients"
+            )
+        largest = jnp.asarray(largest, jnp.float32)
+    before = ScaleState(*(getattr(state, name) for name in ScaleState._fields))
+    after = rule.update(state.policy, before, ~finite, loss_finite, largest, where=jnp.where)
     # The old flag is named, since an argument that nothing names cannot be donated: the new flag
     # would have another address in every step, and XLA's GPU graphs be patched for it.
     latest = jnp.where(state.finite, finite, finite)
-    return LossScaleState(*after, latest, skipped, state.policy)
+    skipped = state.skipped_steps + (~finite).astype(jnp.int32)
+    return state.replace(finite=latest, skipped_steps=skipped, **after._asdict())
 
 
 def select(finite: jax.Array, new: Tree, old: Tree) -> Tree:
@@ -281,10 +370,23 @@ def decided(
     state: LossScaleState, grads: Any, loss: Any, axis_name: AxisName
 ) -> tuple[LossScaleState, jax.Array]:
     """The state after a step, and whether its gradients are finite, as all devices agree."""
-    flags = all_finite(grads), all_finite(loss)
+    largest = largest_gradient(grads) if isinstance(state.policy, Predictive) else None
+    flags = all_finite(grads if largest is None else largest), all_finite(loss)
     over = axes.deciding(flags[0] & flags[1], state.scale, axis_name)
     finite, loss_finite = (axes.agree(flag, over) for flag in flags)
-    return update(state, finite, loss_finite), finite
+    largest = None if largest is None else axes.largest(largest, over)
+    return fit_loss(update(state, finite, loss_finite, largest), loss), finite
+
+
+def fit_loss(state: LossScaleState, loss: Any) -> LossScaleState:
+    """Return the state of ``Predictive`` with a scale of 2**15 or less for a float16 loss.
+
+    The gradient of the loss itself is the scale, in the dtype of the loss.
+    """
+    half = any(jnp.result_type(x) == jnp.float16 for x in jax.tree.leaves(loss))
+    if not half or not isinstance(state.policy, Predictive):
+        return state
+    return state.replace(scale=jnp.minimum(state.scale, 2.0**15))
 
 
 def check_floor(state: LossScaleState) -> None:
@@ -305,7 +407,7 @@ def check_floor(state: LossScaleState) -> None:
 def plain(state: LossScaleState) -> LossScaleState:
     """A state whose fields are arrays; Flax's nnx puts each of them into a Variable."""
     check_state(state, "check_floor(state)")
-    fields = {name: jax.tree.leaves(getattr(state, name)) for name in LEAVES}
+    fields = {name: jax.tree.leaves(getattr(state, name)) for name in leaf_names(state.policy)}
     return state.replace(**{name: found[0] for name, found in fields.items() if found})
 
 

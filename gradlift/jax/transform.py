@@ -55,7 +55,7 @@ def loss_scaled(
 
     Args:
         inner: any optax transformation.
-        policy: a ``Static`` or a ``Dynamic``; ``Dynamic()`` when left out.
+        policy: a ``Static``, ``Dynamic`` or ``Predictive``; ``Dynamic()`` when left out.
         axis_name: of ``pmap`` or ``shard_map``, when the gradients are not yet averaged over
             it: its devices agree on the skip.
 
