@@ -7,15 +7,16 @@
 
 import json
 import warnings
-from pathlib import Path
+from functools import cache
 
 import keras
 import numpy as np
 import pytest
 from keras import ops
+from read_traces import TRACES, every_trace, read
 
-from gradlift import Dynamic, Static, update
-from gradlift.keras import Adaptive, LossScaleLogger, LossScaleOptimizer, from_keras
+from gradlift import Dynamic, Predictive, Static, update
+from gradlift.keras import LossScaleLogger, LossScaleOptimizer, from_keras
 
 # Keras's own variables, read as NumPy arrays on TensorFlow, and saved to a file.
 pytestmark = pytest.mark.filterwarnings(
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 BACKEND = keras.backend.backend()
-TRACES = json.loads((Path(__file__).parent / "traces.json").read_text())
 
 if BACKEND == "tensorflow":
     import tensorflow as tf
@@ -55,23 +55,29 @@ def number(x):
 
 
 def state_of(optimizer):
-    return (
-        number(optimizer.dynamic_scale),
-        number(optimizer.step_counter),
-        number(optimizer.hysteresis_tracker),
-    )
+    return tuple(number(variable) for variable in optimizer._state)
 
 
 def stepper(optimizer, variable):
-    """A function that applies one gradient, compiled where the backend compiles."""
-    if BACKEND == "torch":
-        return lambda g: optimizer.apply([ops.convert_to_tensor(g)], [variable])
-    if BACKEND == "tensorflow":
-        compiled = tf.function(lambda g: optimizer.apply([g], [variable]))
-        return lambda g: compiled(tf.constant(g, "float32"))
+    """A function that applies one gradient, compiled where the backend compiles.
+
+    Its second argument is the loss, which JAX does not show to an optimizer.
+    """
+    if BACKEND == "jax":
+        return jax_stepper(optimizer, variable)
+
+    def step(g, loss):
+        optimizer.scale_loss(loss)
+        optimizer.apply([g], [variable])
+
+    step = tf.function(step) if BACKEND == "tensorflow" else step
+    return lambda g, loss=1.0: step(*(ops.convert_to_tensor(np.float32(x)) for x in (g, loss)))
+
+
+def jax_stepper(optimizer, variable):
     stateless = jax.jit(optimizer.stateless_apply)
 
-    def step(g):
+    def step(g, loss=1.0):
         values = [v.value for v in optimizer.variables]
         new = stateless(values, [jax.numpy.float32(g)], [variable.value])
         for v, value in zip([variable, *optimizer.variables], [*new[0], *new[1]], strict=True):
@@ -81,47 +87,41 @@ def stepper(optimizer, variable):
     return step
 
 
-def policy_of(trace):
-    fields = dict(trace["policy"])
-    return {"Static": Static, "Dynamic": Dynamic}[fields.pop("kind")](**fields)
-
-
-@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace["name"])
+@every_trace
 def test_the_traces(trace):
-    policy = policy_of(trace)
+    policy, steps, _ = read(trace)
     variable = keras.Variable(0.0, name="w")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=policy)
     optimizer.build([variable])
-    step, expected, taken = stepper(optimizer, variable), policy.init(), 0
-    for i, flag in enumerate(trace["found_inf"]):
-        overflow = flag == "1"
-        # A true gradient of -1, so that the variable counts the steps that were taken.
-        scale = np.float32(state_of(optimizer)[0])
-        step(np.float32(np.inf) if overflow else -scale)
-        taken += not overflow
-        expected = update(policy, expected, overflow)
-        assert state_of(optimizer) == expected, i
-        assert number(variable) == taken
-        assert number(optimizer.skipped_steps) == i + 1 - taken
-        assert number(optimizer.iterations) == taken
+    step, expected, total = stepper(optimizer, variable), policy.init(), np.float32(0)
+    for i, (found_inf, loss_finite, largest) in enumerate(steps):
+        # Any policy but Predictive: a gradient of -1, so that the variable counts applied steps.
+        gradient = -np.float32(largest if isinstance(policy, Predictive) else 1.0)
+        scale = np.float32(number(optimizer.dynamic_scale))
+        step(np.inf if found_inf else gradient * scale, 1.0 if loss_finite else np.nan)
+        expected = update(policy, expected, found_inf, loss_finite or BACKEND == "jax", largest)
+        assert state_of(optimizer) == expected[: len(state_of(optimizer))], i
+        total = total if found_inf else total - gradient
+        assert number(variable) == total
+    skips = trace["found_inf"].count("1")
+    assert number(optimizer.skipped_steps) == skips
+    assert number(optimizer.iterations) == len(steps) - skips
 
 
 def test_keras_own_class_agrees_until_it_falls_to_0():
     trace = next(t for t in TRACES if t["name"] == "down to the bottom")
-    policy, variable = policy_of(trace), keras.Variable(0.0, name="w")
+    (policy, steps, states), variable = read(trace), keras.Variable(0.0, name="w")
     theirs = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(1.0), policy.init_scale, policy.growth_interval
     )
     theirs.build([variable])
-    step, expected, scales = stepper(theirs, variable), policy.init(), []
-    for i, flag in enumerate(trace["found_inf"][:60]):
-        step(np.float32(np.inf if flag == "1" else 0.0))
-        expected = update(policy, expected, flag == "1")
+    step, scales = stepper(theirs, variable), []
+    for found_inf, _, _ in steps[:60]:
+        step(np.inf if found_inf else 0.0)
         scales.append(number(theirs.dynamic_scale))
-        if i < 26:
-            assert scales[-1] == expected.scale
+    assert scales[:26] == [state.scale for state in states[:26]]
     assert scales[-1] == 0.0
-    assert expected.scale == 2.0**-126
+    assert states[59].scale == 2.0**-126
 
 
 def data():
@@ -405,7 +405,7 @@ def test_a_half_precision_loss_is_cast_before_it_is_scaled():
         {"initial_scale": 8.0, "dynamic": False},
         {"policy": Static(4.0)},
         {"policy": Dynamic.deepspeed(growth_interval=9)},
-        {"policy": Adaptive(headroom=4, on_floor="raise")},
+        {"policy": Predictive(headroom=4, on_floor="raise")},
     ],
 )
 def test_the_config_round_trips(arguments):
@@ -597,13 +597,19 @@ def test_gradient_accumulation_and_ema_of_the_inner_optimizer():
     assert number(optimizer.skipped_steps) == 1
 
 
+@cache
+def two_replicas():
+    """Return the only strategy of this process: collectives of a second one have the same keys."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MirroredStrategy on CPUs says it is for tests
+        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.distribute is TensorFlow's")
 class TestMirroredStrategy:
     def run(self, make, grads):
         """The scale, the weight and the skips after a step on two replicas."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # MirroredStrategy on CPUs says it is for tests
-            strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        strategy = two_replicas()
         with strategy.scope():
             w = keras.Variable(1.0, name="w")
             optimizer = make()
@@ -641,9 +647,7 @@ class TestMirroredStrategy:
         assert not np.isfinite(copies).any()
 
     def test_fit(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        strategy = two_replicas()
         keras.config.set_dtype_policy("mixed_float16")
         with strategy.scope():
             policy = Dynamic(init_scale=2.0**32, hysteresis=2)

@@ -11,7 +11,7 @@ import pytest
 # Not imported here: that would load TensorFlow into every run of the tests.
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="needs Keras")
 
-FILES = ("keras_on_backend.py", "keras_adaptive_on_backend.py")
+FILES = ("keras_on_backend.py", "keras_predictive_on_backend.py")
 CHECKS = [str(Path(__file__).with_name(name)) for name in FILES]
 
 

@@ -2,7 +2,7 @@
 
 Example::
 
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(), policy=Adaptive())
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(), policy=Predictive())
     model.compile(optimizer, loss)
     model.fit(x, y, callbacks=[LossScaleLogger()])
 """
@@ -15,8 +15,10 @@ except ImportError as error:
         "pip install 'gradlift[keras]'"
     ) from error
 
-from gradlift.keras.adaptive import Adaptive
 from gradlift.keras.logger import LossScaleLogger
 from gradlift.keras.optimizer import LossScaleOptimizer, from_keras
+from gradlift.policy import Predictive
 
-__all__ = ["Adaptive", "LossScaleLogger", "LossScaleOptimizer", "from_keras"]
+Adaptive = Predictive  # the old name
+
+__all__ = ["LossScaleLogger", "LossScaleOptimizer", "Predictive", "from_keras"]

@@ -1,7 +1,7 @@
-"""What a step's gradients and losses say, and how replicas come to say one thing.
+"""What the gradients and the loss of a step show, on one replica and on all of them.
 
-TensorFlow's strategies can add and not take the largest. So each replica marks every exponent that
-its gradients reach, and the largest one marked by any is everybody's.
+TensorFlow's strategies can add, but they cannot take a maximum. So every replica writes its numbers
+into a row of its own in a table of zeros. The sum of the tables has all rows, without rounding.
 """
 
 from __future__ import annotations
@@ -9,45 +9,38 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 
-from gradlift.keras.adaptive import NOTHING
+from gradlift.keras.pending import dense
 
 ops: Any = keras.ops
 
-_EXPONENTS = np.arange(-126, 128, dtype="int32")
-
 
 class Found(NamedTuple):
-    """What a step's gradients and losses say, on all replicas once they agreed."""
+    """What the gradients and the loss of a step show."""
 
     finite: Any
-    """Whether every gradient is: bool, 0-d."""
+    """Whether all gradients are finite: bool, 0-d."""
     loss_finite: Any
-    """Whether the step's first loss was: bool, 0-d, or True where none was shown."""
-    peak: Any
-    """floor(log2) of the largest gradient, int32, 0-d; None unless the policy asks for it."""
+    """Whether the first loss of the step is finite: bool, 0-d; True if no loss is known."""
+    largest: Any
+    """The largest magnitude of the unscaled gradients: float32, 0-d; 0 if no policy needs it."""
 
 
-def counts_of(found: Found) -> dict[str, Any]:
-    """What replicas can add up: int32 tensors, 0-d but for the exponents that were reached."""
-
-    def count(condition: Any) -> Any:
-        return ops.cast(condition, "int32")
-
-    counts = {"bad": count(ops.logical_not(found.finite))}
-    if found.loss_finite is not True:
-        counts["bad_loss"] = count(ops.logical_not(found.loss_finite))
-    if found.peak is not None:
-        counts["reached"] = count(found.peak >= _EXPONENTS)
-    return counts
+def largest_of(grads: list[Any]) -> Any:
+    """Return the largest magnitude of ``grads``, float32, 0-d; 0 if there is no element."""
+    peaks = [ops.max(ops.abs(ops.cast(dense(g), "float32")), initial=0.0) for g in grads]
+    return ops.max(ops.stack(peaks)) if peaks else ops.zeros((), "float32")
 
 
-def from_counts(counts: dict[str, Any]) -> Found:
-    """What all replicas found, from the sums."""
-    peak, loss_finite = None, True
-    if "reached" in counts:
-        peak = ops.max(ops.where(counts["reached"] > 0, _EXPONENTS, NOTHING))
-    if "bad_loss" in counts:
-        loss_finite = ops.equal(counts["bad_loss"], 0)
-    return Found(ops.equal(counts["bad"], 0), loss_finite, peak)
+def to_table(found: Found, replica: Any, replicas: int) -> Any:
+    """Return a float32 table of ``replicas`` rows: zeros, and in row ``replica`` what it found."""
+    row = [ops.logical_not(found.finite), ops.logical_not(found.loss_finite), found.largest]
+    row = ops.stack([ops.cast(value, "float32") for value in row])
+    is_own = ops.equal(ops.arange(replicas, dtype="int32"), ops.cast(replica, "int32"))
+    return ops.where(ops.expand_dims(is_own, 1), row, 0.0)
+
+
+def from_table(table: Any) -> Found:
+    """Return what all replicas found, from the sum of their tables."""
+    is_bad, is_bad_loss, largest = ops.unstack(table, axis=1)
+    return Found(ops.all(is_bad < 1), ops.all(is_bad_loss < 1), ops.max(largest))

@@ -17,19 +17,24 @@ from typing import Any
 
 import keras
 
-from gradlift.keras.adaptive import NOTHING, Adaptive, Trend, follow, largest
-from gradlift.keras.found import Found, counts_of, from_counts
+from gradlift.keras.found import Found, from_table, largest_of, to_table
 from gradlift.keras.pending import Pending
-from gradlift.plan.pilot import PATIENCE
-from gradlift.policy import Dynamic, ScaleState, Static, update
+from gradlift.policy import (
+    LARGEST_EXPONENT,
+    Dynamic,
+    Policy,
+    Predictive,
+    ScaleState,
+    Static,
+    update,
+)
 
 # Keras has no types; what its decorators let a checker infer is wrong.
 ops: Any = keras.ops
 
-Policy = Static | Dynamic | Adaptive
-
 _KERAS = keras.optimizers.LossScaleOptimizer
-_POLICIES = {"Static": Static, "Dynamic": Dynamic, "Adaptive": Adaptive}
+# Files of older versions have "Adaptive", with the same fields.
+_POLICIES = {"Static": Static, "Dynamic": Dynamic, "Predictive": Predictive, "Adaptive": Predictive}
 
 
 @keras.saving.register_keras_serializable(package="gradlift")
@@ -41,17 +46,19 @@ class LossScaleOptimizer(_KERAS):
         initial_scale: the scale of the first step, 2**15 when left out.
         dynamic_growth_steps: clean steps before the scale doubles, 2000 when left out.
         name: as in Keras.
-        policy: a ``Static``, ``Dynamic`` or ``Adaptive`` instead of the two numbers.
+        policy: a ``Static``, ``Dynamic`` or ``Predictive`` instead of the two numbers.
         dynamic: False, as in Keras 2, for a scale that stays at ``initial_scale``.
         **kwargs: as in Keras, which accepts only its own defaults here.
 
     Attributes:
         dynamic_scale: float32 variable, the scale.
-        step_counter: int variable, clean steps since the scale grew or a step was skipped.
-        hysteresis_tracker: int32 variable, overflows that may still pass before it backs off.
+        step_counter: int variable, clean steps since the scale grew or a step was skipped;
+            ``Predictive``: steps in a row with nothing but zeros.
+        hysteresis_tracker: int32 variable, overflows that may still pass before it backs off;
+            ``Predictive``: 0 after an overflow, 1 after a clean step.
         skipped_steps: int32 variable, steps skipped so far.
         last_finite: bool variable, whether the latest step was taken.
-        peaks, limit: int32 variables of an ``Adaptive`` scale, see ``adaptive.Trend``.
+        peak, gap: float32 variables, only with ``Predictive``; see ``policy.ScaleState``.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class LossScaleOptimizer(_KERAS):
             policy = _policy(initial_scale, dynamic_growth_steps, dynamic)
         elif not isinstance(policy, Policy):
             raise ValueError(
-                "policy must be a Static, a Dynamic or an Adaptive, for instance "
+                "policy must be a Static, a Dynamic or a Predictive, for instance "
                 f"gradlift.Dynamic(hysteresis=2), got {policy!r}"
             )
         elif initial_scale is not None or dynamic_growth_steps is not None or not dynamic:
@@ -78,38 +85,53 @@ class LossScaleOptimizer(_KERAS):
                 f"policy={policy!r} says everything about the scale; leave out initial_scale, "
                 "dynamic_growth_steps and dynamic"
             )
-        rule = policy.rule if isinstance(policy, Adaptive) else policy
         super().__init__(
-            inner_optimizer, rule.init_scale, rule.growth_interval, name=name, **kwargs
+            inner_optimizer, policy.init_scale, policy.growth_interval, name=name, **kwargs
         )
-        self.policy, self._rule, self._pending = policy, rule, Pending()
+        self.policy, self._pending, self._has_half_loss = policy, Pending(), False
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Create the variables."""
         super().build(var_list)
         # After Keras's own, so that a file saved with Keras's class can be loaded.
-        patience = keras.initializers.Constant(self._rule.hysteresis)
+        patience = keras.initializers.Constant(self.policy.hysteresis)
         self.hysteresis_tracker = self._add("hysteresis_tracker", "int32", patience)
         self.skipped_steps = self._add("skipped_steps", "int32", "zeros")
         self.last_finite = self._add("last_finite", "bool", "ones")
-        if isinstance(self.policy, Adaptive):
-            nothing = keras.initializers.Constant(NOTHING)
-            limit = keras.initializers.Constant(self.policy.limit)
-            self.peaks = self._add("peaks", "int32", nothing, (PATIENCE,))
-            self.limit = self._add("limit", "int32", limit)
+        if isinstance(self.policy, Predictive):
+            self.peak = self._add("peak", "float32", "zeros")
+            self.gap = self._add("gap", "float32", "zeros")
 
     @property
-    def _trend(self) -> Trend | None:
-        """The variables of an adaptive scale."""
-        return Trend(self.peaks, self.limit) if isinstance(self.policy, Adaptive) else None
+    def _predicted(self) -> list[Any]:
+        """The variables that only a ``Predictive`` policy has."""
+        return [self.peak, self.gap] if isinstance(self.policy, Predictive) else []
 
-    def _add(self, name: str, dtype: str, initializer: Any, shape: tuple[int, ...] = ()) -> Any:
-        return self.add_variable(shape, initializer, dtype, aggregation="none", name=name)
+    @property
+    def _state(self) -> list[Any]:
+        """The variables that the rule reads and writes, in the order of ``ScaleState``."""
+        return [self.dynamic_scale, self.step_counter, self.hysteresis_tracker, *self._predicted]
+
+    def _assign(self, state: ScaleState) -> None:
+        """Write ``state`` into the variables."""
+        for variable, value in zip(self._state, state, strict=False):
+            variable.assign(value)
+
+    def _resume(self) -> None:
+        """Set the rule's other variables to what the scale alone tells."""
+        scale, policy = self.dynamic_scale.numpy().item(), self.policy
+        is_predictive = isinstance(policy, Predictive)
+        known = policy.resume(scale) if is_predictive else policy.init()._replace(scale=scale)
+        self._assign(known)
+
+    def _add(self, name: str, dtype: str, initializer: Any) -> Any:
+        return self.add_variable((), initializer, dtype, aggregation="none", name=name)
 
     def scale_loss(self, loss: Any) -> Any:
         """``loss`` times the scale; a half-precision loss is cast to float32 first."""
         dtype = keras.backend.standardize_dtype(getattr(loss, "dtype", "float32"))
         if dtype in ("float16", "bfloat16"):
+            self._has_half_loss |= dtype == "float16"
             loss = ops.cast(loss, "float32")
         self._pending.scales(loss)
         return super().scale_loss(loss)
@@ -131,7 +153,7 @@ class LossScaleOptimizer(_KERAS):
         """
         grads = list(grads)
         true = self._unscaled(grads)
-        self._pending.unscaled(grads, true)
+        self._pending.unscaled(grads, true, self._largest(true))
         return true
 
     def _unscaled(self, grads: Iterable[Any], variables: Sequence[Any] = ()) -> list[Any]:
@@ -174,10 +196,14 @@ class LossScaleOptimizer(_KERAS):
         known = self._pending.are_true(grads, unscaled)
         # Before the check: with a scale below 1 the true gradient can be too large for float32.
         grads = grads if known else self._unscaled(grads, variables)
+        largest = self._pending.largest()  # before the user clipped them
+        if largest is None or not known:
+            largest = self._largest(grads, variables)
+        found = Found(self.check_finite(grads), self._pending.loss_finite(), largest)
         if keras.backend.backend() == "tensorflow":
-            self._apply_on_replicas(grads, variables)
+            self._apply_on_replicas(found, grads, variables)
         else:
-            self._apply(self._found(grads, variables), grads, variables)
+            self._apply(found, grads, variables)
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: bool | None = None
@@ -194,14 +220,12 @@ class LossScaleOptimizer(_KERAS):
         # Keras's base class calls apply() in a stateless scope, which is all it takes.
         return super(_KERAS, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
-    def _found(self, grads: list[Any], variables: list[Any]) -> Found:
-        peak = None
-        if self._trend is not None:
-            replaced = self._replaced(variables)
-            pairs = zip(grads, replaced, strict=True)
-            real = [g for g, keep in pairs if g is not None and not keep]
-            peak = largest(real) if real else ops.convert_to_tensor(NOTHING, "int32")
-        return Found(self.check_finite(grads), self._pending.loss_finite(), peak)
+    def _largest(self, grads: Sequence[Any], variables: Sequence[Any] = ()) -> Any:
+        """Return the largest magnitude of unscaled gradients if the policy needs it, or 0."""
+        if not isinstance(self.policy, Predictive):
+            return ops.zeros((), "float32")
+        pairs = zip_longest(grads, self._replaced(variables), fillvalue=False)
+        return largest_of([g for g, keep in pairs if g is not None and not keep])
 
     def _apply(self, found: Found, grads: list[Any], variables: list[Any]) -> None:
         def step() -> None:
@@ -234,7 +258,7 @@ class LossScaleOptimizer(_KERAS):
             variable.assign(value)
         return None
 
-    def _apply_on_replicas(self, grads: list[Any], variables: list[Any]) -> None:
+    def _apply_on_replicas(self, found: Found, grads: list[Any], variables: list[Any]) -> None:
         """TensorFlow: every replica steps, or none does."""
         import tensorflow as tf
 
@@ -243,66 +267,62 @@ class LossScaleOptimizer(_KERAS):
             raise ValueError(
                 "apply() was called in a cross-replica context; call it inside strategy.run()"
             )
-        found, total = self._found(grads, variables), tf.distribute.ReduceOp.SUM
+        total, replicas = tf.distribute.ReduceOp.SUM, context.num_replicas_in_sync
+        table = to_table(found, context.replica_id_in_sync_group, replicas)
         if tf.__internal__.distribute.strategy_supports_no_merge_call():
-            if context.num_replicas_in_sync > 1:
-                found = from_counts(context.all_reduce(total, counts_of(found)))
+            if replicas > 1:
+                found = from_table(context.all_reduce(total, table))
             self._apply(found, grads, variables)
             return
 
-        def merged(strategy: Any, counts: Any, grads: list[Any], variables: list[Any]) -> None:
-            counts = {k: strategy.reduce(total, v, axis=None) for k, v in counts.items()}
-            found = from_counts(counts)
+        def merged(strategy: Any, table: Any, grads: list[Any], variables: list[Any]) -> None:
+            found = from_table(strategy.reduce(total, table, axis=None))
             each, apply = strategy.extended.call_for_each_replica, self.inner_optimizer.apply
             # Here and not in a replica: a branch of a cond there may not merge replicas, and
             # the inner optimizer does.
             ops.cond(found.finite, lambda: each(apply, (grads, variables)), lambda: None)
             self._advance(found)
 
-        context.merge_call(merged, args=(counts_of(found), grads, variables))
+        context.merge_call(merged, args=(table, grads, variables))
 
     def _advance(self, found: Found) -> None:
-        """One step of the rule, and its counters."""
-        variables = (self.dynamic_scale, self.step_counter, self.hysteresis_tracker)
-        before = ScaleState(*(ops.convert_to_tensor(v) for v in variables))
-        skipped, loss_finite = ops.logical_not(found.finite), found.loss_finite
-        after = update(self._rule, before, skipped, where=ops.where, loss_finite=loss_finite)
-        if self._trend is not None:
-            after = self._followed(before, after, found)
-        for variable, value in zip(variables, after, strict=True):
-            variable.assign(value)
+        """Update the scale and the counters after a step."""
+        before = ScaleState(*(ops.convert_to_tensor(v) for v in self._state))
+        # Keras's own counter is of another dtype on TensorFlow.
+        before = before._replace(growth_tracker=ops.cast(before.growth_tracker, "int32"))
+        skipped = ops.logical_not(found.finite)
+        loss_finite, largest = found.loss_finite, found.largest
+        after = update(self.policy, before, skipped, loss_finite, largest, where=ops.where)
+        if self._has_half_loss and isinstance(self.policy, Predictive):
+            # The gradient of such a loss is the scale, in float16.
+            after = after._replace(scale=ops.minimum(after.scale, 2.0**LARGEST_EXPONENT))
+        self._assign(after)
         self.skipped_steps.assign(
             ops.add(ops.convert_to_tensor(self.skipped_steps), ops.cast(skipped, "int32"))
         )
         self.last_finite.assign(found.finite)
 
-    def _followed(self, before: ScaleState, after: ScaleState, found: Found) -> ScaleState:
-        """The state with the scale that the trend of the gradients asks for."""
-        assert isinstance(self.policy, Adaptive)
-        variables = (self.peaks, self.limit)
-        remembered = Trend(*map(ops.convert_to_tensor, variables))
-        skipped = ops.logical_not(found.finite)
-        blamed = ops.logical_and(skipped, found.loss_finite)
-        scale, trend = follow(self.policy, before, after, remembered, skipped, blamed, found.peak)
-        for variable, value in zip(variables, trend, strict=True):
-            variable.assign(value)
-        return after._replace(scale=scale)
-
     def load_own_variables(self, store: Any) -> None:
-        """Load the variables, also from a file saved with Keras's class or another policy."""
-        if self.built:
-            # Those that Keras's own class does not have, the trend's last.
-            extra = [self.hysteresis_tracker, self.skipped_steps, self.last_finite]
-            extra += self._trend or ()
-            saved = [store[str(i)] for i in range(len(store.keys()))]
-            first = len(self._variables) - len(extra)
-            held = len(saved) - (len(self.variables) - len(extra))
-            if held in (0, 3, 5) and held != len(extra):
-                kept = saved[first : first + held][: len(extra)]
-                kept += [v.numpy() for v in extra[len(kept) :]]
-                saved[first : first + held] = kept
-                store = {str(i): value for i, value in enumerate(saved)}
-        super().load_own_variables(store)
+        """Load the variables, also from a file saved with Keras's class or another policy.
+
+        The scale, the number of skipped steps and the inner optimizer's variables are kept then.
+        """
+        if not self.built:
+            return super().load_own_variables(store)
+        # Those that Keras's own class does not have.
+        extra = [self.hysteresis_tracker, self.skipped_steps, self.last_finite, *self._predicted]
+        saved = [store[str(i)] for i in range(len(store.keys()))]
+        first = len(self._variables) - len(extra)
+        count = len(saved) - (len(self.variables) - len(extra))
+        is_old = count == 5 and saved[first + 3].shape != ()  # of "Adaptive"
+        if count not in (0, 3, 5) or (count == len(extra) and not is_old):
+            return super().load_own_variables(store)
+        kept = saved[first : first + count][:3]
+        saved[first : first + count] = kept + [v.numpy() for v in extra[len(kept) :]]
+        super().load_own_variables({str(i): value for i, value in enumerate(saved)})
+        if 5 in (count, len(extra)):
+            self._resume()
+        return None
 
     def get_config(self) -> dict[str, Any]:
         """Keras's four keys, and the policy where they do not say all of it."""
@@ -372,4 +392,6 @@ def from_keras(
         ours.build(optimizer._trainable_variables)
         ours.dynamic_scale.assign(optimizer.dynamic_scale)
         ours.step_counter.assign(optimizer.step_counter)
+        if isinstance(policy, Predictive):
+            ours._resume()
     return ours

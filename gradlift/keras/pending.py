@@ -26,12 +26,15 @@ class Pending:
         self._true: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._scaled: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._asked = False
+        # By thread: the graph, and what is known of the step there.
         self._losses: dict[int, tuple[Any, Any]] = {}
+        self._largest: dict[int, tuple[Any, Any]] = {}
 
     def scales(self, loss: Any) -> None:
         """A loss is about to be scaled: a step begins, or goes on with another loss."""
         self.scaled_any, self._asked = True, False
         thread, graph = _place()
+        self._largest.pop(thread, None)
         if graph is None:
             return
         # A later loss may hold gradients of the first, a penalty for instance, and be infinite
@@ -41,13 +44,27 @@ class Pending:
 
     def loss_finite(self) -> Any:
         """Whether the first loss of this step was: bool, 0-d; True where none was shown."""
-        thread, graph = _place()
-        last, finite = self._losses.pop(thread, (None, True))
-        return finite if last is graph else True
+        finite = _taken(self._losses)
+        return True if finite is None else finite
 
-    def unscaled(self, scaled: Iterable[Any], true: Iterable[Any]) -> None:
-        """Gradients have been unscaled and are given to the user."""
+    def largest(self) -> Any:
+        """Return and forget the largest that ``unscaled`` got in this step; None if not called."""
+        return _taken(self._largest)
+
+    def unscaled(self, scaled: Iterable[Any], true: Iterable[Any], largest: Any) -> None:
+        """Gradients have been unscaled and are given to the user.
+
+        Args:
+            scaled: the gradients before.
+            true: the gradients after.
+            largest: the largest magnitude of ``true``, 0-d, before the user clips them.
+        """
         self._asked = True
+        thread, graph = _place()
+        if graph is not None:
+            before = _taken(self._largest)
+            largest = largest if before is None else ops.maximum(before, largest)
+            self._largest[thread] = graph, largest
         for seen, grads in ((self._scaled, scaled), (self._true, true)):
             seen.update({id(g): g for g in grads if g is not None})
 
@@ -82,6 +99,13 @@ class Pending:
                 stacklevel=3,
             )
         return true > 0
+
+
+def _taken(kept: dict[int, tuple[Any, Any]]) -> Any:
+    """Remove and return what ``kept`` has for this place; None if that is nothing."""
+    thread, graph = _place()
+    last, value = kept.pop(thread, (None, None))
+    return value if last is graph else None
 
 
 def _place() -> tuple[int, Any]:
