@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any
 
 from gradlift.floor import AT_FLOOR, act
-from gradlift.policy import Dynamic, Policy, ScaleState, update
+from gradlift.policy import LARGEST_EXPONENT, Dynamic, Policy, Predictive, ScaleState, update
 from gradlift.troubleshooting import warn
 
 try:
     mx: Any = importlib.import_module("mxnet")
+    np: Any = importlib.import_module("numpy")
     contrib: Any = importlib.import_module("mxnet.contrib.amp.amp")
 except ImportError as error:
     raise ImportError(
@@ -36,6 +37,8 @@ class LossScaler:
     def __init__(self) -> None:
         self.skipped_steps = 0
         self._losses: list[Any] = []
+        self._peaks: list[Any] | None = None
+        self._has_half_loss = False
         self._warned: set[str] = set()
         self.follow(Dynamic.mxnet())
 
@@ -50,11 +53,14 @@ class LossScaler:
     def scaled(self, loss: Any) -> Any:
         """``loss`` (any shape and dtype) in float32, times the scale."""
         self._losses.append(loss.detach())
+        self._peaks = None
+        self._has_half_loss |= loss.dtype == np.float16
         return loss.astype("float32") * self.loss_scale
 
     def has_overflow(self, params: Any) -> bool:
         """Called by the Trainer with its parameters in every step; True makes it skip."""
-        grads = [grad for p in params if p._grad is not None for grad in p.list_grad()]
+        self.measure(params)
+        grads = _grads(params)
         losses, self._losses = self._losses, []
         found_inf = not _finite(grads)
         # The losses are looked at only then: waiting for them costs nothing more.
@@ -62,8 +68,23 @@ class LossScaler:
         if found_inf:
             self.skipped_steps += 1
             self._react(loss_finite)
-        self.state = update(self.policy, self.state, found_inf, loss_finite=loss_finite)
+        largest = max((peak.asscalar().item() for peak in self._peaks or ()), default=0.0)
+        largest, self._peaks = largest / self.loss_scale, None
+        state = update(self.policy, self.state, found_inf, loss_finite, largest)
+        if self._has_half_loss and isinstance(self.policy, Predictive):
+            # The gradient of such a loss is the scale, in float16.
+            state = state._replace(scale=min(state.scale, 2.0**LARGEST_EXPONENT))
+        self.state = state
         return found_inf
+
+    def measure(self, params: Any) -> None:
+        """Take the largest scaled gradient of this step, unless it was taken before.
+
+        ``unscale`` calls it first, so that users cannot clip the gradients before. It does not
+        synchronize with the device.
+        """
+        if self._peaks is None and isinstance(self.policy, Predictive):
+            self._peaks = [_largest(same) for same in _alike(_grads(params))]
 
     def _react(self, loss_finite: bool) -> None:
         if not loss_finite:
@@ -83,17 +104,33 @@ class LossScaler:
             warn(text, anchor, stacklevel=5)
 
 
-def _finite(arrays: list[Any]) -> bool:
-    """Whether no array holds an inf or a NaN; waits for the device."""
-    by_context: dict[Any, list[Any]] = {}
+def _grads(params: Any) -> list[Any]:
+    """Return the gradients of all parameters on all devices."""
+    return [grad for p in params if p._grad is not None for grad in p.list_grad()]
+
+
+def _alike(arrays: list[Any]) -> list[list[Any]]:
+    """Return the arrays of each device and dtype, in lists that one call of an operator takes."""
+    alike: dict[Any, list[Any]] = {}
     for array in arrays:
-        by_context.setdefault(array.context, []).append(array)
+        alike.setdefault((array.context, array.dtype), []).append(array)
+    return [same[i : i + CHUNK] for same in alike.values() for i in range(0, len(same), CHUNK)]
+
+
+def _finite(arrays: list[Any]) -> bool:
+    """Return whether no array has an inf or a NaN; synchronizes with the device."""
     with mx.autograd.pause():
         return all(
-            mx.nd.multi_all_finite(*chunk, num_arrays=len(chunk)).asscalar()
-            for same in by_context.values()
-            for chunk in (same[i : i + CHUNK] for i in range(0, len(same), CHUNK))
+            mx.nd.multi_all_finite(*same, num_arrays=len(same)).asscalar()
+            for same in _alike(arrays)
         )
+
+
+def _largest(arrays: list[Any]) -> Any:
+    """Return the largest magnitude of arrays on one device, float32, with one element."""
+    with mx.autograd.pause():
+        peaks = [mx.nd.max(mx.nd.abs(array)).astype("float32") for array in arrays]
+        return mx.nd.max(mx.nd.concat(*peaks, dim=0))
 
 
 def init(target_dtype: Any = "float16", **op_lists: Any) -> None:
@@ -118,7 +155,7 @@ def init_trainer(trainer: Any, policy: Policy | None = None) -> None:
 
     Args:
         trainer: a ``gluon.Trainer`` with ``update_on_kvstore`` not True.
-        policy: a ``Static`` or ``Dynamic``; ``Dynamic.mxnet()`` where None.
+        policy: a ``Static``, ``Dynamic`` or ``Predictive``; ``Dynamic.mxnet()`` if None.
     """
     if not isinstance(trainer, mx.gluon.Trainer):
         raise TypeError(f"init_trainer needs a gluon.Trainer, got {type(trainer).__name__}")
@@ -149,7 +186,7 @@ def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
 
 def unscale(trainer: Any) -> None:
     """Divide the gradients by the scale now, to look at them or clip them before ``step``."""
-    _scaler(trainer)
+    _scaler(trainer).measure(trainer.optimizer.param_dict.values())
     contrib.unscale(trainer)
 
 

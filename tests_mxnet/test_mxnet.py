@@ -11,8 +11,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
+from read_traces import every_trace, read
 
-from gradlift import Dynamic, Static
+from gradlift import Dynamic, Predictive, Static
 from gradlift import mxnet as amp
 
 HALF_OPS = ["broadcast_mul", "broadcast_add", "broadcast_sub", "elemwise_mul", "elemwise_add"]
@@ -169,15 +170,82 @@ def test_the_floor():
     assert seen == [trainer._amp_loss_scaler]
 
 
+class Param:
+    """A parameter with gradients, as the Trainer hands it to its loss scaler."""
+
+    def __init__(self, *grads):
+        self._grad = [nd.array([grad]) if isinstance(grad, float) else grad for grad in grads]
+
+    def list_grad(self):
+        return self._grad
+
+
+@pytest.mark.filterwarnings("ignore:gradlift:RuntimeWarning")
+@every_trace
+def test_the_traces(trace):
+    policy, steps, expected = read(trace)
+    scaler = amp.LossScaler()
+    scaler.follow(policy)
+    for i, (found_inf, loss_finite, largest) in enumerate(steps):
+        scaler.scaled(nd.array([1.0 if loss_finite else np.nan]))
+        params = [Param(0.0), Param(np.inf if found_inf else -largest * scaler.loss_scale)]
+        assert scaler.has_overflow(params) == found_inf
+        assert scaler.state == expected[i], i
+    assert scaler.skipped_steps == trace["found_inf"].count("1")
+
+
+def test_predictive_measures_every_kind_of_gradient():
+    half = nd.array([[1.0, -2.0]], dtype="float16")
+    sparse = nd.array([[0.0, 0.0], [768.0, -1024.0]]).tostype("row_sparse")
+    for grads, largest in (([half], 2.0), ([half, sparse], 1024.0), ([], 0.0)):
+        scaler = amp.LossScaler()
+        scaler.follow(Predictive(init_scale=2.0**4))
+        assert not scaler.has_overflow([Param(0.5), Param(*grads)] if grads else [])
+        assert scaler.state.peak == largest / 2.0**4
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 2.0**96), ("float16", 2.0**15)])
+def test_a_float16_loss_keeps_the_scale_within_float16(dtype, scale):
+    scaler = amp.LossScaler()
+    scaler.follow(Predictive())
+    scaler.scaled(nd.array([1.0], dtype=dtype))
+    assert not scaler.has_overflow([Param(1e-30)])
+    assert scaler.loss_scale == scale
+
+
+def test_training_with_predictive():
+    net = curve()
+    trainer = trainer_for(net, Predictive())
+    scaler = trainer._amp_loss_scaler
+    x, y = data()
+    scales = []
+    for _ in range(300):
+        step(net, trainer, x, y)
+        scales.append(scaler.loss_scale)
+    np.testing.assert_allclose(weights(net), [2.0, -1.0, 0.25], atol=5e-3)
+    assert max(scales) > 8 * scales[0]  # the gradients shrink and the scale follows
+    assert scaler.skipped_steps < 10
+
+
+def test_predictive_measures_gradients_before_they_are_clipped():
+    x, y = data()
+    states = []
+    for clip in (None, 1e-3):
+        net = curve()
+        trainer = trainer_for(net, Predictive())
+        step(net, trainer, x, y, clip=clip)
+        states.append(trainer._amp_loss_scaler.state)
+    assert states[0] == states[1]
+    assert states[0].peak > 1.0
+    # Gradients of a batch that is dropped do not count.
+    net.weight.grad()[:] = 1e6
+    amp.unscale(trainer)
+    step(net, trainer, 0 * x, 0 * y)
+    assert trainer._amp_loss_scaler.state.peak < 2 * states[0].peak
+
+
 def test_the_default_rule_is_mxnets():
     from mxnet.contrib.amp.loss_scaler import LossScaler as Theirs
-
-    class Param:
-        def __init__(self, value):
-            self._grad = [nd.array([value])]
-
-        def list_grad(self):
-            return self._grad
 
     ours, theirs = amp.LossScaler(), Theirs()
     trace = [0.0] * 2001 + [np.inf, 0.0, np.inf, np.nan] + [0.0] * 2001

@@ -64,8 +64,8 @@ def prepare_scaler(accelerator: Accelerator, scaler: ScalerSource = None) -> Pre
 
     Args:
         accelerator: one with ``mixed_precision="fp16"``.
-        scaler: a ``GradScaler``, a policy, a function from the model to a scaler, or None. A
-            function is called when the first model has been prepared.
+        scaler: a ``GradScaler``, a policy or its name, a function from the model to a scaler, or
+            None. A function is called when the first model has been prepared.
 
     Returns:
         A handle with the ``scaler``, which puts everything back with ``remove()`` or at the end

@@ -294,7 +294,8 @@ class GradLiftPrecision(
     if all parameters have been stepped by then, and otherwise at the next backward.
 
     Args:
-        scaler: a ``GradScaler``, a policy, a function from the model to a scaler, or None.
+        scaler: a ``GradScaler``, a policy or its name, a function from the model to a scaler, or
+            None.
         device: the device type for autocast; CUDA if there is any.
     """
 

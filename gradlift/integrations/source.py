@@ -1,8 +1,9 @@
-"""Which scaler a trainer shall use: an instance, a policy, or a function of the model.
+"""Which scaler a trainer shall use: an instance, a policy or its name, or a function of the model.
 
 A function is called once the trainer knows its model, so that a scaler that looks at the model
 (``AdaptiveGradScaler``) needs no second mention of it::
 
+    GradLiftPrecision("predictive")
     GradLiftPrecision(AdaptiveGradScaler)  # a class: gets the trainer's device too
     GradLiftPrecision(lambda model: AdaptiveGradScaler(model, tolerance=1e-4))
 """
@@ -17,21 +18,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from gradlift.policy import Dynamic, Policy, Static
+from gradlift.policy import Dynamic, Policy, Predictive, Static
 from gradlift.torch import GradScaler, for_trainers
 
-ScalerSource = GradScaler | Policy | Callable[[nn.Module], GradScaler] | None
-"""A scaler, a policy, a class of scalers, a function from the model to a scaler, or None for the
-defaults."""
+ScalerSource = GradScaler | Policy | str | Callable[[nn.Module], GradScaler] | None
+"""A scaler, a policy or its name, a class of scalers, a function from the model to a scaler, or
+None for the defaults."""
+
+BY_NAME: dict[str, Policy] = {"dynamic": Dynamic(), "predictive": Predictive()}
+"""Policies that a trainer can be given by name."""
 
 
 def check(source: Any) -> None:
     """Refuse early what ``build`` could not use."""
-    if source is None or isinstance(source, (GradScaler, Static, Dynamic)):
+    if source is None or isinstance(source, (GradScaler, Static, Dynamic, Predictive)):
+        return
+    if isinstance(source, str):
+        if source not in BY_NAME:
+            names = " or ".join(map(repr, BY_NAME))
+            raise ValueError(f"a scaler is named {names}, got {source!r}")
         return
     if isinstance(source, torch.amp.GradScaler) or not callable(source):
         raise TypeError(
-            "the scaler must be a gradlift.torch.GradScaler, a gradlift.Static or Dynamic policy, "
+            "the scaler must be a gradlift.torch.GradScaler, a gradlift.Static, Dynamic or "
+            "Predictive policy, the name of one, "
             f"a function that takes the model and returns a scaler, or None; got {source!r}"
         )
 
@@ -46,7 +56,9 @@ def build(source: ScalerSource, model: nn.Module | None, device: str) -> GradSca
     """
     if isinstance(source, GradScaler):
         return source
-    if source is None or isinstance(source, (Static, Dynamic)):
+    if isinstance(source, str):
+        source = BY_NAME[source]
+    if source is None or isinstance(source, (Static, Dynamic, Predictive)):
         return GradScaler(device, policy=source, model=model)
     if model is None:
         raise RuntimeError(
@@ -100,7 +112,7 @@ def check_is_for(source: ScalerSource, modules: list[nn.Module]) -> None:
 
 def check_knows_all(source: ScalerSource, scaler: GradScaler, modules: list[nn.Module]) -> None:
     """Refuse a model that comes beside others after a function has made the scaler for those."""
-    made = callable(source) and not isinstance(source, (GradScaler, Static, Dynamic))
+    made = callable(source) and not isinstance(source, GradScaler)
     if made and not is_for(scaler, modules[-1:]):
         raise RuntimeError(
             "the scaler was made by a function of the models that were there at its first use, "

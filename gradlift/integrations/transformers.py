@@ -38,7 +38,8 @@ class GradLiftMixin:
 
     Args:
         *args: for the trainer.
-        scaler: a ``GradScaler``, a policy, a function from the model to a scaler, or None.
+        scaler: a ``GradScaler``, a policy or its name, a function from the model to a scaler, or
+            None.
         **kwargs: for the trainer.
     """
 
@@ -78,7 +79,8 @@ class GradLiftCallback(TrainerCallback):
 
     Args:
         trainer: one with ``fp16=True``.
-        scaler: a ``GradScaler``, a policy, a function from the model to a scaler, or None.
+        scaler: a ``GradScaler``, a policy or its name, a function from the model to a scaler, or
+            None.
     """
 
     def __init__(self, trainer: Trainer, scaler: ScalerSource = None) -> None:
