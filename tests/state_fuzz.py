@@ -327,9 +327,9 @@ def valid_scaler(state: Any) -> bool:
             min_scale=lambda v: is_number(v, *SCALES),
             max_scale=lambda v: is_number(v, *SCALES),
             hysteresis_tracker=lambda v: is_whole(v, 0, 2**31 - 1),
-            skipped_steps=lambda v: is_whole(v, 0, 2**30),
+            skipped_steps=lambda v: is_whole(v, 0, 2**53),
             scheduler_flags=lambda v: is_list(v, lambda row: is_list(row, is_flag, 8)),
-            steps=lambda v: is_whole(v, 0, 2**30),
+            steps=lambda v: is_whole(v, 0, 2**53),
             mended=is_mended,
             growth_delay=lambda v: is_whole(v, 0, 2**31 - 1),
         )
@@ -343,7 +343,7 @@ def valid_scaler(state: Any) -> bool:
         growth_factor=lambda v: is_number(v, 1.0, SCALES[1]),
         backoff_factor=lambda v: is_number(v, SCALES[0], 1.0),
         growth_interval=lambda v: is_whole(v, 1, 2**31 - 1),
-        _growth_tracker=lambda v: is_whole(v, 0, 2**30),
+        _growth_tracker=lambda v: is_whole(v, 0, 2**31 - 2),
     ) and (rest["growth_factor"] == 1) == (rest["backoff_factor"] == 1)
 
 

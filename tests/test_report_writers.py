@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,38 @@ def test_a_table_has_a_heading_once_and_a_row_for_each_record(tmp_path: Path):
     assert rows[0]["grad_norm"] == "inf"
     assert rows[0]["clip"] == "", "not known"
     assert rows[1]["where"] == "head.weight"
+
+
+@pytest.mark.parametrize("where", ["head.weight", 'a "b", c\r\nd'])
+def test_a_row_that_was_cut_off_is_not_joined_with_the_next(tmp_path: Path, where: str):
+    whole = tmp_path / "whole.csv"
+    writer = writer_for(whole)
+    writer.write([StepRecord(0, 8.0, where=where), StepRecord(1, 8.0, where=where, time=1.5)])
+    writer.close()
+    written = whole.read_bytes()
+    rows = list(csv.DictReader(io.StringIO(written.decode(), newline="")))
+    for length in range(len(written)):
+        path = tmp_path / "cut.csv"
+        path.write_bytes(written[:length])
+        writer = writer_for(path)
+        writer.write([StepRecord(7, 4.0, where=where)])
+        writer.close()
+        *kept, last = csv.DictReader(io.StringIO(path.read_text(), newline=""))
+        assert (last["step"], last["scale"], last["where"]) == ("7", "4.0", rows[0]["where"])
+        assert None not in last.values(), "every column"
+        for row, was in zip(kept, rows, strict=False):
+            assert {**row, "time": ""} == {**was, "time": ""}
+        assert len(kept) >= written[:length].count(b"\r\n") - 1
+
+
+def test_a_table_with_other_columns_is_refused(tmp_path: Path):
+    path = tmp_path / "data.csv"
+    path.write_text("epoch,accuracy\n1,0.5\n")
+    with pytest.raises(
+        ValueError, match=r"data\.csv: it holds another table .*; name another file"
+    ):
+        writer_for(path)
+    assert path.read_text() == "epoch,accuracy\n1,0.5\n"
 
 
 def test_a_table_holds_no_formula(tmp_path: Path):
@@ -157,8 +191,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_its_steps_again(tmp_path: Pa
     path = tmp_path / "run.jsonl"
     first = JsonlWriter(path)
     first.write([StepRecord(step, 8.0) for step in range(10)])
-    again = JsonlWriter(path, first_step=6)
-    assert again.next_step == 6
+    again = JsonlWriter(path, first_step=6, resumed=True)
     again.write([StepRecord(6, 4.0)])
     again.close()
     first.close()
@@ -172,49 +205,93 @@ def test_a_restart_that_is_killed_at_once_has_undone_its_steps_all_the_same(tmp_
     first = JsonlWriter(path)
     first.write([StepRecord(step, 8.0) for step in range(10)])
     first.close()
-    JsonlWriter(path, first_step=6).close()
+    JsonlWriter(path, first_step=6, resumed=True).close()
     assert [r.step for r in read(path).records] == list(range(6))
 
 
-def test_a_long_last_line_does_not_restart_the_count(tmp_path: Path):
-    path = tmp_path / "run.jsonl"
-    writer = JsonlWriter(path)
-    modules = (ModuleRecord("x" * 3_000_000, 8, 0.0, 0.0, 0.0),)
-    writer.write([StepRecord(7, 8.0, modules=modules)])
-    writer.close()
-    again = JsonlWriter(path)
-    again.close()
-    assert again.next_step == 8
-
-
-def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path):
-    path = tmp_path / "run.jsonl"
-    writer = JsonlWriter(path)
+@pytest.mark.parametrize("name", ["run.jsonl", "run.csv"])
+def test_a_file_that_was_removed_is_begun_again_with_a_warning(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / name
+    monkeypatch.chdir(tmp_path)
+    writer = writer_for(name)
     writer.write([StepRecord(0, 8.0)])
     path.unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.warns(RuntimeWarning, match="was removed while it was written"):
         writer.write([StepRecord(1, 8.0)])
     writer.write([StepRecord(2, 8.0)])
     writer.close()
-    assert [r.step for r in read(path).records] == [1, 2]
+    if name == "run.csv":
+        steps = [int(row["step"]) for row in csv.DictReader(path.read_text().splitlines())]
+    else:
+        steps = [r.step for r in read(path).records]
+    assert steps == [1, 2]
 
 
-def test_a_folder_that_vanishes_ends_the_recording_and_not_the_training(tmp_path: Path):
+@pytest.mark.parametrize("name", ["run.jsonl", "run.csv"])
+def test_a_folder_that_vanishes_ends_the_recording_and_not_the_training(tmp_path: Path, name: str):
     folder = tmp_path / "runs"
     folder.mkdir()
-    writer = JsonlWriter(folder / "run.jsonl")
-    (folder / "run.jsonl").unlink()
+    writer = writer_for(folder / name)
+    (folder / name).unlink()
     folder.rmdir()
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning, match="gradlift stopped recording to"):
         writer.write([StepRecord(0, 8.0)])
-    assert any("gradlift stopped recording" in str(w.message) for w in told)
     writer.write([StepRecord(1, 8.0)])
     writer.close()
 
 
-def test_a_folder_is_no_file(tmp_path: Path):
-    with pytest.raises(ValueError, match="it is a folder; name a file in it"):
-        JsonlWriter(tmp_path)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["fstat", "write"])
+@pytest.mark.parametrize("name", ["run.jsonl", "run.csv"])
+def test_any_failure_of_a_file_is_one_warning(
+    tmp_path: Path, name: str, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def write_and_fail() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            writer.write(RECORDS)
+
+    writer = writer_for(tmp_path / name)
+    with pytest.warns(RuntimeWarning, match=f"stopped recording to .*{os.strerror(number)}"):
+        write_and_fail()
+    writer.write(RECORDS)  # said once
+    writer.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_a_table_and_not_the_training(tmp_path: Path):
+    (tmp_path / "full.csv").symlink_to("/dev/full")
+    with pytest.warns(RuntimeWarning, match=r"stopped recording to .*full\.csv"):
+        writer = writer_for(tmp_path / "full.csv")
+    writer.write(RECORDS)  # said once
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ["runs", "runs.csv", "runs.jsonl"])
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_is_no_file(tmp_path: Path, name: str, made: bool):
+    if made:
+        (tmp_path / name).mkdir()
+    # A name that ends in a separator is a folder's, whether it is there or not.
+    for target in [str(tmp_path / name) + os.sep, *([tmp_path / name] if made else [])]:
+        with pytest.raises(ValueError, match="it is a folder; name a file in it"):
+            writer_for(target)
+    assert (tmp_path / name).exists() == made
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("name", ["run.jsonl", "run.csv"])
+def test_a_file_that_may_not_be_written_is_refused(tmp_path: Path, name: str):
+    (tmp_path / name).touch(0o400)
+    with pytest.raises(ValueError, match=r"cannot record to .*: Permission denied"):
+        writer_for(tmp_path / name)
 
 
 def test_every_line_is_json(tmp_path: Path):

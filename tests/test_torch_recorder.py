@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,8 +124,7 @@ def test_a_file_is_continued_and_a_torn_line_costs_itself_alone(tmp_path: Path):
     assert record_file.read(path).ended
     with open(path, "ab") as file:
         file.write(telemetry.encode(StepRecord(2, 2.0))[:-5])
-    second = JsonlWriter(path, {"lr": 0.2})
-    assert second.next_step == 2
+    second = JsonlWriter(path, {"lr": 0.2}, first_step=2, resumed=True)
     second.write([StepRecord(2, 4.0)])
     run = record_file.read(path)
     assert [r.scale for r in run.records] == [2.0, 2.0, 4.0]
@@ -182,8 +183,9 @@ def test_a_run_killed_at_any_moment_reads_back_all_but_its_last_line(tmp_path: P
         assert [r.step for r in run.records] == list(range(len(run.records)))
         assert len(run.problems) <= 1
         assert not run.ended
-        again = JsonlWriter(path)
-        again.write([StepRecord(again.next_step, 4.0)])
+        step = run.records[-1].step + 1
+        again = JsonlWriter(path, first_step=step, resumed=True)
+        again.write([StepRecord(step, 4.0)])
         again.close()
         assert record_file.read(path).records[-1].scale == 4.0
 
@@ -395,6 +397,213 @@ def test_a_scaler_that_records_can_be_pickled_and_deleted(tmp_path: Path):
     assert record_file.read(tmp_path / "run.jsonl").ended
 
 
+@pytest.mark.parametrize("skipped", [2**24, 2**31, 2**40])
+def test_skips_are_counted_one_by_one_however_many_there_are(tmp_path: Path, skipped: int):
+    model, scaler = make_model(), GradScaler("cpu", init_scale=4.0)
+    state = scaler.state_dict()
+    state["gradlift"] |= {"skipped_steps": skipped, "steps": 2 * skipped}
+    scaler.load_state_dict(state)
+    with scaler.record_to(tmp_path / "run.jsonl"):
+        train(scaler, model, [1.0, 1e38, 1.0])
+        assert scaler.skipped_steps == skipped + 1
+    records = record_file.read(tmp_path / "run.jsonl").records
+    assert [r.step - 2 * skipped for r in records] == [0, 1, 2]
+    assert [r.skips - skipped for r in records] == [0, 1, 1]
+    assert records[1].where == "param_groups[0]['params'][0]"
+    again = GradScaler("cpu")
+    again.load_state_dict(scaler.state_dict())
+    assert again.skipped_steps == skipped + 1
+    assert pickle.loads(pickle.dumps(again)).skipped_steps == skipped + 1
+
+
+def test_a_scale_that_never_grows_can_be_saved_and_loaded_for_as_long_as_its_tracker_counts():
+    last = 2**31 - 2
+    model, scaler = make_model(), GradScaler("cpu", growth_interval=2**31 - 1)
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": last - 1})
+    train(scaler, model, [1.0])
+    assert scaler.state_dict()["_growth_tracker"] == last
+    again = GradScaler("cpu")
+    again.load_state_dict(scaler.state_dict())
+    train(again, model, [1.0])
+    assert (again.get_scale(), again._get_growth_tracker()) == (2.0**17, 0)
+
+
+# Runs that start over, and runs that go on.
+
+
+def steps_of(run: record_file.Run) -> list[int]:
+    return [r.step for r in run.records]
+
+
+def test_a_run_that_starts_over_is_a_run_of_its_own_and_the_next_resume_misses_no_step(
+    tmp_path: Path,
+):
+    path, model = tmp_path / "run.jsonl", make_model()
+    first = GradScaler("cpu", init_scale=4.0)
+    with first.record_to(path):
+        train(first, model, [1.0] * 10)
+    second = GradScaler("cpu", init_scale=8.0)
+    with second.record_to(path):
+        train(second, model, [1.0] * 5)
+        state = second.state_dict()
+        train(second, model, [1.0])
+    third = GradScaler("cpu", init_scale=16.0)
+    third.load_state_dict(state)
+    with third.record_to(path):
+        train(third, model, [1.0] * 2)
+    run = record_file.read(path)
+    assert steps_of(run) == list(range(7)), "step 5 was taken again"
+    assert {r.scale for r in run.records} == {8.0}
+    (before,) = run.earlier
+    assert steps_of(before) == list(range(10)), "nothing of the first run is lost"
+    assert {r.scale for r in before.records} == {4.0}
+    assert [r.name for r in run.all] == ["run (1 of 2)", "run (2 of 2)"]
+
+
+def test_a_run_that_starts_over_after_steps_that_it_did_not_record(tmp_path: Path):
+    for scale in (4.0, 8.0):
+        scaler, model = GradScaler("cpu", init_scale=scale), make_model()
+        train(scaler, model, [1.0] * 3)
+        with scaler.record_to(tmp_path / "run.jsonl"):
+            train(scaler, model, [1.0] * 2)
+    runs = record_file.read(tmp_path / "run.jsonl").all
+    assert [(steps_of(r), r.records[0].scale) for r in runs] == [([3, 4], 4.0), ([3, 4], 8.0)]
+
+
+def test_the_same_scaler_goes_on_in_its_file(tmp_path: Path):
+    scaler, model = GradScaler("cpu", init_scale=4.0), make_model()
+    for _ in range(3):
+        with scaler.record_to(tmp_path / "run.jsonl"):
+            train(scaler, model, [1.0] * 2)
+    run = record_file.read(tmp_path / "run.jsonl")
+    assert steps_of(run) == list(range(6))
+    assert run.earlier == ()
+
+
+@pytest.mark.parametrize("kind", [GradScaler, AdaptiveGradScaler])
+def test_a_checkpoint_may_be_loaded_before_or_after_record_to(tmp_path: Path, kind: type):
+    path, model = tmp_path / "run.jsonl", make_model()
+    make = (lambda: kind(model, "cpu")) if kind is AdaptiveGradScaler else lambda: kind("cpu")
+    first = make()
+    with first.record_to(path):
+        train(first, model, [1.0] * 6)
+        state = first.state_dict()
+        train(first, model, [1.0] * 2)
+    again = make()
+    with again.record_to(path):
+        again.load_state_dict(state)
+        train(again, model, [1.0] * 4)
+    run = record_file.read(path)
+    assert steps_of(run) == list(range(10))
+    assert run.earlier == ()
+
+
+def test_a_live_scaler_that_goes_back_takes_its_steps_again(tmp_path: Path):
+    scaler, model = GradScaler("cpu", init_scale=2.0**10), make_model()
+    with (
+        scaler.record_to(tmp_path / "run.jsonl"),
+        scaler.record_to(tmp_path / "own.jsonl", step=100),
+    ):
+        train(scaler, model, [1.0] * 4)
+        state = scaler.state_dict()
+        train(scaler, model, [1e38, 1.0, 1.0, 1e38])
+        scaler.load_state_dict(state)
+        train(scaler, model, [1.0] * 2)
+    for name, first in (("run", 0), ("own", 100)):
+        run = record_file.read(tmp_path / f"{name}.jsonl")
+        assert steps_of(run) == list(range(first, first + 6))
+        assert not any(r.skipped for r in run.records), "the skipped steps were undone"
+
+
+def test_a_number_of_the_callers_stays_when_a_checkpoint_is_loaded_after(tmp_path: Path):
+    model, first = make_model(), GradScaler("cpu")
+    train(first, model, [1.0] * 3)
+    scaler = GradScaler("cpu")
+    with scaler.record_to(tmp_path / "run.jsonl", step=1000):
+        scaler.load_state_dict(first.state_dict())
+        train(scaler, model, [1.0] * 2)
+    assert steps_of(record_file.read(tmp_path / "run.jsonl")) == [1000, 1001]
+
+
+def test_a_run_goes_on_where_it_was_after_another_was_begun_by_mistake():
+    def head(first: int, resumed: bool) -> bytes:
+        return telemetry.line_of({"run": {"from": first, "resumed": resumed}})
+
+    def steps(first: int, last: int, scale: float) -> list[bytes]:
+        return [telemetry.encode(StepRecord(step, scale)) for step in range(first, last)]
+
+    lines = [head(0, False), *steps(0, 100, 1.0), head(0, False), *steps(0, 5, 2.0)]
+    run = record_file.assemble("x", [*lines, head(80, True), *steps(80, 90, 4.0)])
+    assert [r.scale for r in run.records] == [1.0] * 80 + [4.0] * 10
+    assert [r.scale for r in run.earlier[0].records] == [2.0] * 5
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
+def test_a_step_that_is_no_number_of_one_is_refused(tmp_path: Path, step: object):
+    with pytest.raises(ValueError, match="step must be a whole number"):
+        GradScaler("cpu").record_to(tmp_path / "run.jsonl", step=step)
+
+
+def test_many_restarts_are_read_in_linear_time():
+    lines = []
+    for start in range(20_000):
+        lines.append(telemetry.line_of({"run": {"from": start}}))
+        lines.append(telemetry.encode(StepRecord(start, 2.0)))
+    began = time.process_time()
+    run = record_file.assemble("x", lines)
+    assert time.process_time() - began < 10, "it took 87 seconds"
+    assert len(run.records) == 20_000
+
+
+# A file that fails.
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.csv"])
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_descriptor_that_is_gone_ends_the_recording_and_not_the_training(
+    tmp_path: Path, name: str, reused: bool
+):
+    scaler, model = GradScaler("cpu", init_scale=4.0, growth_interval=1), make_model()
+    scaler.record_to(tmp_path / name)
+    train(scaler, model, [1.0])
+    (descriptor,) = descriptors_of(tmp_path / name)
+    os.close(descriptor)
+    other = tmp_path / "other"
+    if reused:
+        opened = os.open(other, os.O_CREAT | os.O_RDWR)
+        assert opened == descriptor
+    with pytest.warns(RuntimeWarning, match="gradlift stopped recording to") as told:
+        train(scaler, model, [1.0] * 3)
+    assert len(told) == 1
+    assert scaler.get_scale() == 4.0 * 2**4
+    assert scaler.state_dict()["gradlift"]["steps"] == 4
+    del scaler
+    if reused:
+        assert other.read_bytes() == b"", "records are not written into the file of somebody else"
+        os.close(descriptor)  # nor is that closed
+
+
+def descriptors_of(path: Path) -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += [int(name)] if os.readlink(f"/proc/self/fd/{name}") == str(path) else []
+    return found
+
+
+def test_an_update_is_whole_when_a_writer_raises_what_is_no_error(tmp_path: Path):
+    class Interrupted(Kept):
+        def write(self, records) -> None:
+            raise KeyboardInterrupt
+
+    scaler, model = GradScaler("cpu", init_scale=4.0, growth_interval=1), make_model()
+    scaler.record_to(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        train(scaler, model, [1.0])
+    assert scaler.get_scale() == 8.0
+    assert scaler.state_dict()["gradlift"]["steps"] == 1
+
+
 @pytest.mark.gpu
 @SAID_ONCE
 def test_on_a_gpu_the_same_is_told_without_a_sync(tmp_path: Path):
@@ -430,14 +639,17 @@ def test_the_benchmark_of_recording_runs(tmp_path: Path):
     assert record_file.read(tmp_path / "tiny.jsonl").ended
 
 
-def test_an_inf_counted_on_the_device_is_told_from_nans_and_from_older_ones():
-    """The GPU's counts, laid out by hand: cells hold the step above bit 40, the count below."""
+@pytest.mark.parametrize("now", [7, 2**23 + 1, 2**29])
+def test_an_inf_counted_on_the_device_is_told_from_nans_and_from_older_ones(now: int):
+    """The GPU's counts, laid out by hand: cells hold the step above a bit, the count below."""
     pytest.importorskip("triton")
-    log, updates = OverflowReport(None), torch.tensor(6, dtype=torch.int32)
+    from gradlift.torch.kernels.scalars import STEP_BIT
+
+    log, updates = OverflowReport(None), torch.tensor(now - 1)
     assert log.held_inf(updates) is None
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))], 0.1)
-    for step, infs, held in ((7, 3, 1.0), (7, 0, 0.0), (6, 3, 0.0)):
-        cells = torch.tensor([[0, 0], [(step << 40) + infs, (step << 40) + 5]])
+    for step, infs, held in ((now, 3, 1.0), (now, 0, 0.0), (now - 1, 3, 0.0)):
+        cells = torch.tensor([[0, 0], [(step << STEP_BIT) + infs, (step << STEP_BIT) + 5]])
         bucket = SimpleNamespace(cells=cells, device=torch.device("cpu"))
         log._watched = WeakKeyDictionary({optimizer: {"bucket": bucket}})
         assert float(log.held_inf(updates)) == held, (step, infs)

@@ -20,7 +20,7 @@ def device_state(policy, device="cpu"):
         torch.tensor(patience, dtype=torch.int32, device=device),
         torch.tensor(peak, dtype=torch.float32, device=device),
         torch.tensor(gap, dtype=torch.float32, device=device),
-    ), torch.zeros(module.COUNTS, dtype=torch.int32, device=device)
+    ), torch.zeros(module.COUNTS, dtype=torch.int64, device=device)
 
 
 def replay(policy, trace, how, device="cpu"):
@@ -73,7 +73,7 @@ def test_the_state_keeps_its_dtypes():
     state, counts = device_state(Dynamic())
     module._update_with_where_(Dynamic(), state, counts, torch.zeros(()), torch.zeros(()), -1.0)
     assert [value.dtype for value in state[:3]] == [torch.float32, torch.int32, torch.int32]
-    assert counts.dtype == torch.int32
+    assert counts.dtype == torch.int64
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -2,7 +2,7 @@
 
 Every line carries the version of its layout::
 
-    {"gradlift": 1, "run": {...}}                  a run begins, or goes on after a restart
+    {"gradlift": 1, "run": {...}}                  a run begins, or goes on from a checkpoint
     {"gradlift": 1, "step": 7, "scale": 256.0, ..} one step; what is not known is left out
     {"gradlift": 1, "end": true}                   the run was closed, not killed
 
@@ -124,6 +124,13 @@ class Run:
     problems: tuple[Problem, ...] = ()
     ended: bool = False
     """Whether the run was closed; a killed one was not."""
+    earlier: tuple[Run, ...] = ()
+    """The other runs of the file, which were begun before, in their order."""
+
+    @property
+    def all(self) -> tuple[Run, ...]:
+        """The runs of the file, this one last."""
+        return (*self.earlier, self)
 
 
 def format_of(about: Mapping[str, Any]) -> Format:

@@ -7,18 +7,19 @@ does not stop for it, see ``Guarded``.
 
 from __future__ import annotations
 
+import csv
 import inspect
 import io
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from gradlift.formats import Format
 from gradlift.report.diagnosis import printable
-from gradlift.report.record_file import JsonlWriter
+from gradlift.report.record_file import JsonlWriter, LineFile
 from gradlift.report.records import StepRecord, format_of, jsonable
 from gradlift.troubleshooting import warn
 
@@ -34,6 +35,9 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """No more records will come."""
+
+    def resume(self, step: int) -> None:
+        """The run goes on from ``step``, which may have been recorded before."""
 
 
 class Guarded:
@@ -63,6 +67,9 @@ class Guarded:
         self._try(self._close)
         self._open = False
 
+    def resume(self, step: int) -> None:
+        """Each record says its step, and nobody else's file is read back."""
+
     def _try(self, do: Callable[[], object]) -> None:
         if not self._open:
             return
@@ -85,32 +92,48 @@ class CsvWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        if not self._path.absolute().parent.is_dir():
-            raise ValueError(f"cannot record to {self._path}: there is no such folder")
-        self._file = open(self._path, "a", newline="", encoding="utf-8")  # noqa: SIM115
-        if self._file.tell() == 0:
-            self._put([COLUMNS])
+        self._file = file = LineFile(path)
+        self._head = _csv([COLUMNS])
+        kept, cells = file.cut_off, next(csv.reader([file.cut_off.decode(errors="replace")]), [])
+        begins = file.first == file.cut_off  # all that there is, is part of one line
+        if begins and self._head.startswith(kept):
+            file.append(self._head[len(kept) :])
+        elif file.first.rstrip() != self._head.rstrip():
+            file.close()
+            columns = printable(file.first.decode(errors="replace").strip())
+            raise ValueError(
+                f"cannot record to {file.path}: it holds another table ({columns[:200]}); name "
+                "another file"
+            )
+        elif len(cells) == len(COLUMNS):
+            file.append(b"\n" if kept.endswith(b"\r") else b"\r\n")
+        elif kept:
+            file.drop_cut_off()
 
     def write(self, records: Sequence[StepRecord]) -> None:
-        """A row for each record, on the disk when this returns."""
-        self._put([[_cell(getattr(r, name)) for name in COLUMNS] for r in records])
+        """Write a row for each record, in one write."""
+        if records:
+            rows = [[_cell(getattr(r, name)) for name in COLUMNS] for r in records]
+            self._file.append(_csv(rows), self._head)
+
+    def resume(self, step: int) -> None:
+        """Each row says its step."""
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _put(self, rows: Sequence[Sequence[Any]]) -> None:
-        import csv
 
-        csv.writer(self._file).writerows(rows)
-        self._file.flush()
+def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    return text.getvalue().encode()
 
 
 def _cell(value: Any) -> Any:
-    # A spreadsheet takes a text that begins like this for a formula, and names are users' text.
-    if isinstance(value, str) and value[:1] in tuple("=+-@\t\r"):
-        return f"'{value}"
+    if isinstance(value, str):
+        # A spreadsheet takes a text that begins like this for a formula, and names are users' text.
+        return f"'{printable(value)}" if value[:1] in tuple("=+-@\t\r") else printable(value)
     return "" if value is None else jsonable(value)
 
 
@@ -163,20 +186,23 @@ def _to_wandb(run: Any, format: Format) -> Callable[[Sequence[StepRecord]], None
 
 
 def writer_for(
-    target: Any, about: Mapping[str, Any] | None = None, first_step: int | None = None
+    target: Any,
+    about: Mapping[str, Any] | None = None,
+    first_step: int = 0,
+    resumed: bool = False,
 ) -> Writer:
     """A writer for whatever ``record_to`` was given; see there.
 
     Args:
         target: a path, or an object that takes values.
         about: JSON-able facts about the run.
-        first_step: number of the next step, where the caller knows it.
+        first_step: number of the next step.
+        resumed: whether a run goes on, from there.
     """
     if isinstance(target, (str, os.PathLike)):
         if Path(target).suffix.lower() == ".csv":
-            table = CsvWriter(target)
-            return Guarded(str(target), table.write, table.close)
-        return JsonlWriter(target, about, first_step)
+            return CsvWriter(target)
+        return JsonlWriter(target, about, first_step, resumed)
     name, take = f"a {type(target).__name__}", _taker(target, format_of(about or {}))
     if take is not None:
         # What belongs to the caller stays open.

@@ -147,8 +147,8 @@ _ADVICE = (
     "nothing has been changed: load another checkpoint, or none, and the scale starts at init_scale"
 )
 _SCALE = schema.number(SMALLEST_SCALE, LARGEST_SCALE)
-# The counters are int32, and go on from here.
-_COUNT = schema.whole(0, 2**30)
+# torch's counters are int32, and go on from here.
+_TRACKER = schema.whole(0, 2**31 - 2)
 
 
 def _mended(value: Any) -> dict[str, str]:
@@ -181,9 +181,9 @@ _OWN = schema.versioned(
         min_scale=_SCALE,
         max_scale=_SCALE,
         hysteresis_tracker=schema.whole(0, 2**31 - 1),
-        skipped_steps=_COUNT,
+        skipped_steps=schema.whole(0),
         scheduler_flags=schema.list_of(schema.list_of(schema.flag, most=DELAY)),
-        steps=_COUNT,
+        steps=schema.whole(0),
         mended=_mended,
         growth_delay=schema.whole(0, 2**31 - 1),
         predictive=Since(
@@ -211,7 +211,7 @@ _STATE = schema.record(
     growth_factor=schema.number(1.0, LARGEST_SCALE),
     backoff_factor=schema.number(SMALLEST_SCALE, 1.0),
     growth_interval=schema.whole(1, 2**31 - 1),
-    _growth_tracker=_COUNT,
+    _growth_tracker=_TRACKER,
     # torch's class has no such entry.
     **{OWN_KEY: Since(_OWN, {})},
 )

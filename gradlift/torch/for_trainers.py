@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.scaler import GradScaler
 from gradlift.torch.step import later_backward
+from gradlift.torch.step.grads import has_float64
 from gradlift.torch.step.update import SKIPPED
 
 
@@ -60,9 +61,10 @@ def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 def scale_and_skips(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
-    """Copies, on the device, of the scale and of how many steps were skipped: 0-d float32 each;
-    None before the first loss."""
+    """Copies, on the device, of the scale, 0-d float32, and of how many steps were skipped, 0-d
+    float64 where the device has that; None before the first loss."""
     scale, counts = scaler._device_scale.scale, scaler._device_scale.counts
     if scale is None or counts is None:
         return None
-    return scale.clone(), counts[SKIPPED].float()
+    wide = torch.float64 if has_float64(scale.device) else torch.float32
+    return scale.clone(), counts[SKIPPED].to(wide)

@@ -420,6 +420,8 @@ class GradScaler(torch.amp.GradScaler):
         self._steps.reset()
         self._losses.end_iteration()
         if not torch.compiler.is_compiling():
+            for recorder in self._recorders:
+                recorder.end_step()
             if self._search.under_way is not None or self._search.found_now is not None:
                 self._search.end_step()
             self._look_after(counts)
@@ -510,13 +512,17 @@ class GradScaler(torch.amp.GradScaler):
                 ``.csv``; a ``logging.Logger``; or an object with TensorBoard's ``add_scalar``,
                 W&B's ``log``, MLflow's ``log_metrics``, or ``write(records)`` and ``close()``.
             every: record each n-th step.
-            step: number of the next step. By default the steps of this scaler are counted, those
-                before a checkpoint that was loaded included.
+            step: number of the next step, where the caller goes on with a run of its own count. By
+                default the steps of this scaler are counted, those before a checkpoint that was
+                loaded included: a scaler without one begins a new run in the file.
 
         Returns:
             The recorder. Its ``close()`` writes what is under way and ends it; so do the end of
             a ``with`` block over it, of the scaler and of the process.
         """
+        if step is not None and (type(step) is not int or step < 0):
+            raise ValueError(f"step must be a whole number from 0 on, or None, got {step!r}")
+        taken = self._device_scale.steps_taken() or 0
         made = open_recorder(
             path_or_writer,
             every,
@@ -524,7 +530,10 @@ class GradScaler(torch.amp.GradScaler):
             delay=self._record_delay,
             device_type=self._device,
             about={"scaler": type(self).__name__, "format": self._gradient_format},
-            first_step=self._device_scale.steps_taken() if step is None else step,
+            first_step=taken if step is None else step,
+            own_count=step is not None,
+            resumed=self._device_scale.init_steps is not None,
+            earlier=self._recorders,
         )
         self._losses.keeps_total = True
         # Runs when the scaler is gone, at the end of the process at the latest.
@@ -599,7 +608,10 @@ class GradScaler(torch.amp.GradScaler):
         loaded = checkpoint.read(state_dict, self.policy)
         self._search.load(loaded.mended)  # the last that may refuse
         self._agreement.loads += 1
+        before = self._device_scale.steps_taken() or 0
         self._device_scale.load(loaded)
+        for recorder in self._recorders:
+            recorder.move((loaded.steps or 0) - before)
         self._clocks = after_step.SchedulerClocks(loaded.scheduler_flags)
         self._alarms.restart()
 

@@ -41,8 +41,9 @@ DTYPES = {
     torch.float64: tl.float64,
 }
 
-# What a cell of counts holds: the step of the overflow above this bit, the count below it.
-STEP_BIT = 40
+# What a cell of counts holds: the step of the overflow above this bit, the count below it. There
+# is room for 2**30 steps and 2**33 elements.
+STEP_BIT = 33
 _STEP = tl.constexpr(1 << STEP_BIT)
 
 

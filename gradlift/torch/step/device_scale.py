@@ -48,7 +48,7 @@ class DeviceScale:
         """0-d float32, see ``policy.ScaleState``; so is ``gap``."""
         self.gap: Tensor | None = None
         self.counts: Tensor | None = None
-        """int32 [COUNTS], see ``update.py``."""
+        """int64 [COUNTS], see ``update.py``."""
         self.readback = Counts()
         """Brings the counters to the host."""
 
@@ -68,10 +68,10 @@ class DeviceScale:
         """Where it is."""
         patience = self.init_hysteresis_tracker
         self.hysteresis_tracker = torch.full((), patience, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(COUNTS, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(COUNTS, dtype=torch.int64, device=device)
         self.counts[SKIPPED].fill_(self.init_skipped_steps)
         self.updates = self.counts[UPDATES]
-        """0-d int32, a view: how many updates there were."""
+        """0-d int64, a view: how many updates there were."""
         self.zero = torch.zeros((), dtype=torch.float32, device=device)
         self.one = torch.ones((), dtype=torch.float32, device=device)
         self.peak = self.gap = self.zero  # other policies never write them

@@ -167,7 +167,7 @@ class OverflowReport:
             buckets: the gradients as they were checked.
             places: theirs among the optimizer's parameters.
             found_inf: each device's 0-d float32 flag; set to 1.0 where the loss is not finite.
-            updates: 0-d int32 on the loss's device, growing: tells the overflows' order.
+            updates: 0-d int64 on the loss's device, growing: tells the overflows' order.
             loss: one element, floating, on one of the devices; or None.
             peaks: where to put the largest magnitudes; None not to look for them.
 
@@ -230,7 +230,7 @@ class OverflowReport:
         self, optimizer: torch.optim.Optimizer, table: GradTable, found_inf: Tensor, updates: Tensor
     ) -> None:
         """Count the gradients of ``table`` where they lie, if ``found_inf`` (0-d float32) is set
-        on their device; nothing is read there. ``updates`` (0-d int32) tells the order."""
+        on their device; nothing is read there. ``updates`` (0-d int64) tells the order."""
         if table.device.type != "cuda":
             if bool(found_inf):
                 self.note(optimizer)
@@ -246,7 +246,7 @@ class OverflowReport:
 
     def held_inf(self, updates: Tensor) -> Tensor | None:
         """Whether a gradient held an inf in the step under way, 0-d float32 on the device of
-        ``updates`` (0-d int32); None where nothing is counted on a device."""
+        ``updates`` (0-d int64); None where nothing is counted on a device."""
         flags = []
         for buckets in self._watched.values():
             for bucket in buckets.values():

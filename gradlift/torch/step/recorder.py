@@ -3,7 +3,7 @@
 Each recorded step leaves one row of numbers on the device, and a batch of rows goes to the host
 in one copy, which is looked at when the next batch is complete::
 
-    update       row of scale, overflow, bad loss, norm, inf, skips    on the device
+    update       row of scale, overflow, bad loss, norm, inf, counts   on the device
     BATCH rows   one asynchronous copy to pinned memory
     BATCH later  the copy has long arrived: records, one write
 
@@ -36,7 +36,7 @@ from gradlift.torch.step.largest import Largest
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.readback import InFlight, capturing, moved_to
-from gradlift.torch.step.update import SKIPPED
+from gradlift.torch.step.update import COUNTS, SKIPPED, UPDATES
 
 if TYPE_CHECKING:
     from gradlift.plan.plan import Plan
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 # Rows to a copy on a GPU; a killed run has not written up to twice as many.
 BATCH = 32
-# Place in a row of how many optimizers found an inf or a NaN.
-_FOUND = 1
+# A row is int64: the counters, exact however long the run is, and then so many float32, two to a
+# column, of which the second says how many optimizers found an inf or a NaN.
+_VALUES, _FOUND = 7, 1
+_COLUMNS = COUNTS + (_VALUES + 1) // 2
 
 
 class _Noted(NamedTuple):
@@ -68,6 +70,9 @@ class Recorder:
         every: record each n-th step.
         delay: records wait this many steps for what is learned of them late.
         batch: rows to a copy.
+        step: number of the next step.
+        own_count: whether that is the caller's own number, and not the scaler's.
+        path: the file that the writer writes; None if it is none.
     """
 
     def __init__(
@@ -77,13 +82,20 @@ class Recorder:
         every: int = 1,
         delay: int = 0,
         batch: int = 1,
+        step: int = 0,
+        own_count: bool = False,
+        path: str | None = None,
     ) -> None:
-        self._writer, self._overflows = writer, overflows
+        self._writer, self._overflows, self.path = writer, overflows, path
         self._every, self._delay, self._batch = every, delay, batch
-        self.step: int = getattr(writer, "next_step", 0)
+        self.step = step
         """Number of the step under way."""
+        self._moves = not own_count
+        """Whether a checkpoint that is loaded moves it: not if the caller has just said it."""
         self._noted: list[_Noted] = []
         self._rows: Tensor | None = None
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        """The two parts of each row."""
         self._sent: tuple[list[_Noted], InFlight] | None = None
         self._held: deque[StepRecord] = deque()
         self._probes: dict[int, tuple[ModuleRecord, ...]] = {}
@@ -101,7 +113,8 @@ class Recorder:
         cause: object = None,
         largest: Largest = UNKNOWN,
     ) -> None:
-        """The step under way has ended; called in ``update()`` before the scale changes.
+        """Keep what is known of the step under way; called in ``update()`` before the scale
+        changes.
 
         Args:
             scale: of the step.
@@ -117,9 +130,15 @@ class Recorder:
         if self.step % self._every == 0:
             self._keep_row(scale, found_inf, bad_loss, outcome, loss, cause, largest)
         self.step += 1
-        if len(self._noted) == self._batch:
-            self._send()
-        self._release(self.step - self._delay)
+        self._moves = True
+
+    def end_step(self) -> None:
+        """Pass on what has arrived; called in ``update()`` when the scale has changed, so that
+        nothing which a writer raises leaves a step half done."""
+        if not self._closed:
+            if len(self._noted) == self._batch:
+                self._send()
+            self._release(self.step - self._delay)
 
     def _keep_row(
         self,
@@ -136,17 +155,21 @@ class Recorder:
         inf, where = self._look(scale, found_inf)
         measured = outcome.max_norm is not None and outcome.grad_norm is not None
         norm = outcome.grad_norm if measured and outcome.grad_norm is not None else scale.zero
-        skips = counts[SKIPPED] + found_inf
         told = scale.zero if loss is None else loss
         if isinstance(largest, Tensor):
             peak = largest.amax()
         else:
             peak = torch.full((), largest, device=device) if largest > 0 else scale.zero
-        row = [scale.scale, found_inf, bad_loss, norm, inf, skips, told, peak, scale.updates + 1]
+        row = [scale.scale, found_inf, bad_loss, norm, inf, told, peak]
         row = [moved_to(v, device).float().reshape(()) for v in row]
         if self._rows is None or self._rows.device != device:
-            self._rows = torch.zeros(self._batch, len(row), device=device)
-        self._rows[len(self._noted)].copy_(torch.stack(row))
+            size = self._batch, _COLUMNS
+            self._rows = torch.zeros(size, dtype=torch.int64, device=device)
+            values = self._rows.view(torch.float32)[:, 2 * COUNTS : 2 * COUNTS + _VALUES]
+            self._parts = list(zip(self._rows[:, :COUNTS], values, strict=True))
+        counters, values = self._parts[len(self._noted)]
+        counters.copy_(counts)
+        values.copy_(torch.stack(row))
         max_norm = outcome.max_norm if measured else None
         first_bad = None if cause is None else str(cause)
         known = _Noted(self.step, max_norm, where, first_bad, loss is not None, time.time())
@@ -175,14 +198,17 @@ class Recorder:
             self._take(*arrived)
 
     def _take(self, noted: list[_Noted], rows: InFlight) -> None:
-        values = rows.wait().tolist()[: len(noted)]
+        arrived = rows.wait()
+        counted = arrived.tolist()[: len(noted)]
+        values = [row[2 * COUNTS :] for row in arrived.view(torch.float32).tolist()][: len(noted)]
         last, report = 0, ()
         if any(row[_FOUND] for row in values):
             # Waits for the device, but only when a batch brings an overflow.
             last, report = self._overflows.latest()
-        for known, (*row, update) in zip(noted, values, strict=True):
-            where = report[0][0] if report and update == last else known.where
-            self._held.append(_record(known._replace(where=where), *row))
+        for known, row, counts in zip(noted, values, counted, strict=True):
+            where = report[0][0] if report and counts[UPDATES] + 1 == last else known.where
+            skips = counts[SKIPPED] + int(row[_FOUND])
+            self._held.append(_record(known._replace(where=where), skips, *row[:_VALUES]))
 
     def probed(self, age: int, modules: Iterable[ModuleRecord]) -> None:
         """A probe has come back, of the step ``age`` steps before the one that ended last."""
@@ -215,6 +241,14 @@ class Recorder:
             self._send()
             self._release(self.step)
 
+    def move(self, steps: int) -> None:
+        """Go on so many steps later, or earlier: the scaler has loaded a checkpoint from there."""
+        if steps and self._moves and not self._closed:
+            self.flush()
+            self._probes, self._largest, self._plans = {}, {}, {}
+            self.step = max(0, self.step + steps)
+            self._writer.resume(self.step)
+
     def close(self) -> None:
         """Write what is still under way, waiting for it, and say that the run has ended."""
         if not self._closed:
@@ -237,7 +271,10 @@ def open_recorder(
     delay: int,
     device_type: str,
     about: dict[str, Any],
-    first_step: int | None = None,
+    first_step: int,
+    own_count: bool,
+    resumed: bool,
+    earlier: Iterable[Recorder],
 ) -> Recorder:
     """The recorder for what a user gave to ``record_to``.
 
@@ -246,16 +283,22 @@ def open_recorder(
         every, overflows, delay: as for ``Recorder``.
         device_type: of the scaler.
         about: what a file says of the run.
-        first_step: number of the step under way; None for the one after the last on file.
+        first_step: number of the step under way.
+        own_count: whether that is the caller's own number, from which a run goes on.
+        resumed: whether the scaler goes on from a checkpoint.
+        earlier: of the same scaler, whose run goes on where one has written the same file.
     """
     from gradlift import __version__
 
     check_steps(every, "every")
     about = {**about, "gradlift": __version__, "torch": torch.__version__}
-    writer = writer_for(_for_this_rank(target), about, first_step)
-    made = Recorder(writer, overflows, every, delay, 1 if device_type == "cpu" else BATCH)
-    made.step = made.step if first_step is None else first_step
-    return made
+    target = _for_this_rank(target)
+    path = os.path.abspath(target) if isinstance(target, str) else None
+    again = path is not None and any(recorder.path == path for recorder in earlier)
+    goes_on = first_step > 0 and (own_count or resumed or again)
+    writer = writer_for(target, about, first_step, goes_on)
+    batch = 1 if device_type == "cpu" else BATCH
+    return Recorder(writer, overflows, every, delay, batch, first_step, own_count, path)
 
 
 def _for_this_rank(target: Any) -> Any:
@@ -272,12 +315,12 @@ def _for_this_rank(target: Any) -> Any:
 
 def _record(
     known: _Noted,
+    skips: int,
     scale: float,
     found: float,
     bad: float,
     norm: float,
     inf: float,
-    skips: float,
     loss: float,
     largest: float,
 ) -> StepRecord:
@@ -291,7 +334,7 @@ def _record(
         cause,
         norm if measured else None,
         clip,
-        int(skips),
+        skips,
         known.where,
         loss=loss if known.has_loss else None,
         first_bad=known.first_bad,

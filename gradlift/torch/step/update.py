@@ -21,7 +21,7 @@ from gradlift.policy import update as next_state
 from gradlift.torch.step.grads import has_float64
 from gradlift.torch.step.largest import Largest
 
-# Places in the int32 vector of counts.
+# Places in the int64 vector of counts.
 SKIPPED, CONSECUTIVE, FLOOR, BAD_LOSS, UPDATES = range(5)
 COUNTS = 5
 
@@ -39,7 +39,7 @@ def update_(
     Args:
         policy: what decides.
         state: five 0-d tensors on one device: float32, int32, int32, float32, float32.
-        counts: int32 [5] there: steps skipped, skipped in a row, overflows met at the floor,
+        counts: int64 [5] there: steps skipped, skipped in a row, overflows met at the floor,
             updates with a loss that was not finite, updates.
         found_inf: 0-d float32 there: how many optimizers found an inf or a NaN.
         bad_loss: 0-d float32 there: how many of them had a loss that was not finite.
