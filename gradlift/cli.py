@@ -14,14 +14,14 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from gradlift import __version__
-from gradlift.report.diagnosis import shorten
+from gradlift.printable import shorten
 from gradlift.report.record_file import read
 from gradlift.report.records import Run, jsonable
 
@@ -215,10 +215,8 @@ def _report(arguments: argparse.Namespace) -> None:
             raise Mistake(str(error)) from None
         except ImportError as error:
             raise Mistake(f"{error}; a report needs pip install 'gradlift[report]'") from None
-    for run in runs:
-        if run.problems and not arguments.quiet:
-            print(f"{shorten(run.name, 200)}: {len(run.problems)} lines could not be read, the "
-                  f"first is {shorten(str(run.problems[0]), 200)}", file=sys.stderr)  # fmt: skip
+    for said in [] if arguments.quiet else _left_out(runs, report.MOST_RUNS):
+        print(said, file=sys.stderr)
     if output == "-":
         sys.stdout.buffer.write(page)
         sys.stdout.flush()
@@ -230,6 +228,18 @@ def _report(arguments: argparse.Namespace) -> None:
         raise Mistake(f"cannot write {target}: {error.strerror}") from None
     if not arguments.quiet:
         print(target)
+
+
+def _left_out(runs: Iterable[Run], most: int) -> Iterator[str]:
+    """What the files hold that the report does not."""
+    for last in runs:
+        if len(last.all) > most:
+            yield f"{shorten(last.name, 200)}: the last {most} runs are in the report"
+        for run in last.all:
+            if run.problems:
+                first = shorten(str(run.problems[0]), 200)
+                told = f"{len(run.problems)} lines could not be read, the first is {first}"
+                yield f"{shorten(run.name, 200)}: {told}"
 
 
 def _format(arguments: argparse.Namespace) -> str:

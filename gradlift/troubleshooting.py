@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 
+from gradlift.printable import printable
+
 PAGE = "docs/troubleshooting.md"
 
 
@@ -22,9 +24,9 @@ def warn(
     """Warn of something that the page explains.
 
     Args:
-        message: without a full stop.
+        message: without a full stop; users' names in it may hold anything.
         anchor: of a heading of the page.
         category: of the warning.
         stacklevel: as in ``warnings.warn``, counted from who calls this.
     """
-    warnings.warn(message + see(anchor), category, stacklevel=stacklevel + 1)
+    warnings.warn(printable(message) + see(anchor), category, stacklevel=stacklevel + 1)

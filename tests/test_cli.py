@@ -260,6 +260,32 @@ def test_ctrl_c_is_a_clean_end(run: Path, monkeypatch: pytest.MonkeyPatch):
     assert cli.main(["watch", str(run)]) == 130
 
 
+def test_a_view_follows_the_run_that_was_begun_last(tmp_path: Path):
+    view, tail = View("x"), Tail(tmp_path / "run.jsonl")
+    record(tmp_path / "run.jsonl", steps=5)
+    view.take(tail.lines())
+    JsonlWriter(tmp_path / "run.jsonl").close()
+    view.take(tail.lines())
+    assert view.records == 5, "nothing has come of the new run"
+    again = JsonlWriter(tmp_path / "run.jsonl", first_step=4, resumed=True)
+    again.write([StepRecord(4, 4.0)])
+    view.take(tail.lines())
+    assert (view.records, view.last.scale) == (5, 4.0), "step 4 was taken again"
+    again.close()
+    record(tmp_path / "run.jsonl", steps=2)
+    view.take(tail.lines())
+    assert (view.records, view.first_step, view.causes.total()) == (2, 0, 0)
+
+
+def test_a_report_tells_of_the_runs_that_it_leaves_out(tmp_path: Path, capfdbinary):
+    for _ in range(10):
+        record(tmp_path / "run.jsonl")
+    assert cli.main(["report", str(tmp_path / "run.jsonl"), "--json"]) == 0
+    printed = capfdbinary.readouterr()
+    assert len(json.loads(printed.out)["runs"]) == 8
+    assert printed.err == b"run (10 of 10): the last 8 runs are in the report\n"
+
+
 def test_an_interrupted_view_gives_the_cursor_back(run: Path, tmp_path: Path):
     def wait() -> None:
         raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -12,14 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
 
+from rich.console import Console
+
+from gradlift.printable import shorten
 from gradlift.report import charts
 from gradlift.report import page as report
-from gradlift.report.diagnosis import shorten
-from gradlift.report.records import ModuleRecord, PlanChange, Problem, Run, StepRecord
+from gradlift.report.record_file import assemble
+from gradlift.report.records import ModuleRecord, PlanChange, Problem, Run, StepRecord, jsonable
 from gradlift.report.summary import norm_curve, scale_curve, skip_marks, summarize, thin
+from gradlift.report.watch import View, render, sparkline
 
 HOSTILE = [
     "<script>alert(document.title='owned')</script>",
@@ -209,6 +217,101 @@ def test_lines_that_could_not_be_read_are_told_and_no_address_is():
 def test_a_long_run_of_a_large_model_stays_below_five_megabytes():
     run = make_run("long", 100_000, [f"model.layers.{i}.attention.projection" for i in range(300)])
     assert len(report.write([run])) < 5_000_000
+
+
+# Whatever a file holds.
+
+ODD = [0, -1, 1e308, -1.79e308, 5e-324, 2**53, 10**400, math.nan, math.inf, "inf", "-inf", "nan"]
+ODD += [None, True, "", "\x1b[31m\u202e\ud800<b>", [], {}, [1], {"a": 1}]
+TEXTS = st.text(max_size=4)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+EXPONENTS = st.integers(-5000, 5000)
+MODULES = st.fixed_dictionaries(
+    {"name": TEXTS, "exponent": EXPONENTS}
+    | dict.fromkeys(("flushed", "subnormal", "overflowed"), st.floats(0, 1)),
+    optional=dict.fromkeys(("low", "tenth", "median", "ninetieth", "high"), EXPONENTS),
+)
+STEPS = st.fixed_dictionaries(
+    {
+        "step": st.integers(0, 30) | st.integers(0, 2**53),
+        "scale": st.sampled_from([1.0, 65536.0, 2.3e-308, 1.79e308]),
+    },
+    optional={
+        "grad_norm": FINITE | st.sampled_from(ODD),
+        "loss": FINITE | st.sampled_from([1.79e308, -1.79e308, "nan", "-inf"]),
+        "skipped": st.booleans(),
+        "cause": st.sampled_from(["inf", "nan", "forward"]),
+        "clip": st.floats(0, 1),
+        "skips": st.integers(0, 2**53),
+        "where": TEXTS,
+        "first_bad": TEXTS,
+        "time": st.floats(0, 2.0**40),
+        "largest": EXPONENTS,
+        "modules": st.lists(MODULES, max_size=3),
+        "plan": st.fixed_dictionaries({"summary": TEXTS, "active": st.integers(0, 2**53)}),
+    },
+)
+DAMAGED = st.dictionaries(st.sampled_from(["step", "scale", "loss", "time", "modules", "plan"]),
+                          st.sampled_from(ODD))  # fmt: skip
+HEADS = st.dictionaries(st.sampled_from(["from", "resumed", "scaler", "format"]),
+                        st.sampled_from([*ODD, 3, False]))  # fmt: skip
+LINES = STEPS | STEPS | DAMAGED | st.builds(lambda head: {"run": head}, HEADS | TEXTS)
+
+
+@st.composite
+def files(draw: st.DrawFn) -> bytes:
+    rows = draw(st.lists(LINES | st.just({"end": True}), max_size=30))
+    held = b"".join(json.dumps({"gradlift": 1, **row}).encode() + b"\n" for row in rows)
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(held)))
+        held = held[:at] + draw(st.binary(max_size=4)) + held[at + draw(st.integers(0, 9)) :]
+    return held
+
+
+def tell(held: bytes, *formats: str) -> None:
+    run = assemble("x", io.BytesIO(held))
+    for format in formats if run.records else ():
+        report.write([run], format)
+    view = View("x")
+    view.take(held.split(b"\n"))
+    Console(file=io.StringIO()).print(render(view, 1e9))
+    json.dumps(jsonable(view.to_dict(1e9)), allow_nan=False)
+
+
+@settings(deadline=None, max_examples=300)
+@given(files())
+def test_no_file_of_records_is_too_odd_to_tell_of(held: bytes):
+    tell(held, "md", "json")
+
+
+@settings(deadline=None, max_examples=10)
+@given(files())
+def test_no_file_of_records_is_too_odd_to_draw(held: bytes):
+    tell(held, "html", "png")
+
+
+def test_losses_near_the_largest_number_are_told_and_drawn():
+    run = Run("x", tuple(StepRecord(i, 2.0, loss=1.7e308, grad_norm=1.6e308) for i in range(40)))
+    summary = summarize(run)
+    assert summary.loss_first == summary.loss_last == pytest.approx(1.7e308)
+    assert summary.norm_median == 1.6e308
+    assert report.write([run])
+    assert sparkline([-1.7e308, 1.7e308]) == "▁█"
+
+
+def test_a_negative_norm_is_a_damaged_line():
+    run = assemble("x", [b'{"gradlift":1,"step":0,"scale":2.0,"grad_norm":-1.0}\n'])
+    assert run.records == ()
+    assert "record['grad_norm'] must be a finite number from 0" in str(run.problems[0])
+
+
+def test_the_runs_of_a_file_are_told_apart():
+    runs = [make_run(f"r{i}", steps=3 + i) for i in range(3)]
+    told = replace(runs[-1], earlier=tuple(runs[:-1]))
+    rows = json.loads(report.write([told, make_run("other", steps=9)], "json"))["runs"]
+    assert [(row["name"], row["steps"]) for row in rows] == [
+        ("r0", 3), ("r1", 4), ("r2", 5), ("other", 9),
+    ]  # fmt: skip
 
 
 # In a browser.

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 
 from gradlift.formats import round_to
 from gradlift.plan.histogram import Histogram
-from gradlift.report.diagnosis import Gradient, shorten
+from gradlift.printable import shorten
+from gradlift.report.diagnosis import Gradient
 from gradlift.torch import diagnose
 from gradlift.torch.probe.counting import count_exponents
 
@@ -249,6 +251,32 @@ def under_autocast(model: nn.Module, batch: Tensor) -> Tensor:
         return reproduce(model, batch)
 
 
+class LossOfMyOwn(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).abs().mean()
+
+
+class LossOfABatch(nn.Module):
+    def forward(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return reproduce(model, batch)
+
+
+TAKES_A_MODEL = r"loss_fn must be .* such as lambda model, batch: loss\(model.*failed before it ran"
+
+
+def test_a_module_may_compute_the_loss_of_a_batch():
+    model = tanh_net(1)
+    assert diagnose(model, LossOfABatch(), [rows(2)]) == diagnose(model, reproduce, [rows(2)])
+
+
+def test_a_failure_of_the_users_own_is_theirs():
+    def loss_fn(model: nn.Module, batch: dict) -> Tensor:
+        return model(batch["inputs"]).sum()
+
+    with pytest.raises(KeyError, match="inputs"):
+        diagnose(tanh_net(1), loss_fn, [{"x": rows(2)}])
+
+
 @pytest.mark.parametrize(
     ("model", "loss_fn", "batches", "message"),
     [
@@ -259,6 +287,11 @@ def under_autocast(model: nn.Module, batch: Tensor) -> Tensor:
         (tanh_net(1), under_autocast, [rows(2)], "output of '0' in torch.float16.*leave autocast"),
         (tanh_net(1), lambda m, b: m(b), [rows(2)], "must return a tensor with one element"),
         (tanh_net(1), lambda m, b: 1.0, [rows(2)], "must return a tensor with one element"),
+        (tanh_net(1), nn.CrossEntropyLoss(), [(rows(2), rows(2))], TAKES_A_MODEL),
+        (tanh_net(1), F.mse_loss, [(rows(2), rows(2))], TAKES_A_MODEL),
+        (tanh_net(1), partial(F.huber_loss, delta=2.0), [(rows(2), rows(2))], TAKES_A_MODEL),
+        (tanh_net(1), LossOfMyOwn(), [(rows(2), rows(2))], TAKES_A_MODEL),
+        (tanh_net(1), rows(2), [rows(2)], "loss_fn must be a function of the model and a batch"),
         (nn.Tanh(), reproduce, [rows(2)], "no parameter that needs a gradient"),
     ],
 )

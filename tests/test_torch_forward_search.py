@@ -344,6 +344,11 @@ def test_explain_looks_at_once_and_leaves_gradients_alone():
         healthy.scaler.explain(healthy.loss)
     with pytest.raises(ValueError, match="a function that returns the loss"):
         run.scaler.explain(lambda: 3.0)
+    for given in (run.loss(), 3.0, nn.MSELoss(), None):
+        with pytest.raises(
+            ValueError, match=r"runs the forward pass and returns the loss, such as"
+        ):
+            run.scaler.explain(given)
 
 
 def test_the_cause_and_the_loss_are_in_the_records(tmp_path):

@@ -17,6 +17,7 @@ from gradlift.formats import FORMATS, Format, get
 from gradlift.plan.bounds import ANY, OutOfSight
 from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
+from gradlift.printable import printable
 from gradlift.schema import Mismatch
 
 VERSION = 3
@@ -166,7 +167,8 @@ class Plan:
             f"  {c.name}: does not fit, {c.lost:.2%} of its gradient is lost at 2^{c.exponent}"
             for c in self.squeezed
         ]
-        return "\n".join(lines + [f"  probe again: {reason}" for reason in self.reasons])
+        lines += [f"  probe again: {reason}" for reason in self.reasons]
+        return "\n".join(map(printable, lines))
 
     def _in_short(self) -> str:
         if self.active:

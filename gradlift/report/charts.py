@@ -19,7 +19,7 @@ from html import escape
 from typing import Any
 
 from gradlift.formats import get
-from gradlift.report.diagnosis import shorten
+from gradlift.printable import shorten
 from gradlift.report.records import Run
 from gradlift.report.summary import (
     Summary,
@@ -51,6 +51,8 @@ _COLORS = {
 LIGHT = {name: light for name, (light, _) in _COLORS.items()}
 DARK = {name: dark for name, (_, dark) in _COLORS.items()}
 _HOLDERS = {name: f"#0a0b{i:02x}" for i, name in enumerate(_COLORS)}
+# matplotlib cannot place ticks near float64's largest number.
+_MOST_DRAWN = 1e300
 _MARKERS = {"forward": "X", "inf": "v", "nan": "s", "unknown": "o"}
 
 
@@ -116,7 +118,9 @@ def timeline(
             style = {"marker": _MARKERS.get(cause, "o"), "ls": "none", "ms": 6}
             axes[0].plot(*_columns(marks), color=color, mec=colors["fg"], mew=0.7, **style)
         for axis, (_, curves) in zip(axes[1:], below, strict=True):
-            axis.plot(*_columns(curves[number]), color=color, lw=1.0)
+            steps, values = _columns(curves[number])
+            drawn = [max(-_MOST_DRAWN, min(value, _MOST_DRAWN)) for value in values]
+            axis.plot(steps, drawn, color=color, lw=1.0)
     for axis, label in zip(axes, ["log2 of the scale", *(name for name, _ in below)], strict=True):
         axis.set_ylabel(label)
     _shade_stuck(axes, runs, colors)

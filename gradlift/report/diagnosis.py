@@ -21,6 +21,7 @@ from typing import Any
 
 from gradlift.formats import Format, get
 from gradlift.plan.histogram import Histogram
+from gradlift.printable import shorten
 
 FORMATS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 # Bits below float16's maximum at which an output is called close to it.
@@ -197,21 +198,6 @@ def _table(diagnosis: Diagnosis) -> list[str]:
 def _line(name: str, span: str, cells: Sequence[str]) -> str:
     name = shorten(name, _NAME_WIDTH)
     return "  ".join([f"{name:<{_NAME_WIDTH}}", f"{span:>11}", *(f"{c:>15}" for c in cells)])
-
-
-def shorten(name: str, width: int = 80) -> str:
-    """A name in at most ``width`` characters on one line, ``printable`` and cut in the middle."""
-    shown = printable(name)
-    if len(shown) <= width:
-        return shown
-    head = (width - 1) // 2
-    return f"{shown[:head]}…{shown[len(shown) - (width - 1 - head) :]}"
-
-
-def printable(text: str) -> str:
-    """A user's text on one line. Control characters, those that turn the writing direction among
-    them, are spelled out: they would rewrite the line they are printed in."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _percent(share: float) -> str:

@@ -14,8 +14,8 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from gradlift.printable import shorten
 from gradlift.report import charts
-from gradlift.report.diagnosis import shorten
 from gradlift.report.records import Run, jsonable
 from gradlift.report.summary import ModuleSummary, Skips, Summary, summarize
 from gradlift.report.verdict import judge, power, why
@@ -23,6 +23,7 @@ from gradlift.report.verdict import judge, power, why
 WORST = 12
 MOST_CHANGES = 100
 MOST_SKIPS = 50
+MOST_RUNS = charts.SERIES
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -30,11 +31,12 @@ def write(runs: Sequence[Run], format: str = "html") -> bytes:
     """The report on some runs.
 
     Args:
-        runs: at least one, each with at least one record.
+        runs: at least one, each with at least one record; ``MOST_RUNS`` at most of each file.
         format: ``"html"``, ``"md"``, ``"json"`` or ``"png"``.
     """
     if not runs:
         raise ValueError("a report needs at least one run")
+    runs = [one for run in runs for one in run.all[-MOST_RUNS:]]
     summaries = [summarize(run) for run in runs]
     if format == "html":
         return html(runs, summaries).encode()

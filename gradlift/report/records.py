@@ -196,9 +196,9 @@ def decode(line: bytes) -> StepRecord | dict[str, Any]:
     return schema.read(_STEP, row, "record", "the line is damaged") if "step" in row else row
 
 
-def _or_not_finite(value: Any) -> float:
-    """A number, or the word for one that is not finite."""
-    return float(value) if value in ("inf", "-inf", "nan") else schema.number()(value)
+def _or_not_finite(number: schema.Check, *words: str) -> schema.Check:
+    """A number, or a word for one that is not finite."""
+    return lambda value: float(value) if value in words else number(value)
 
 
 # Wider than any format's exponents, and narrow enough to draw.
@@ -223,13 +223,13 @@ _STEP = schema.open_record(
     scale=schema.number(sys.float_info.min),
     skipped=Since(schema.flag, False),
     cause=Since(schema.one_of(*CAUSES)),
-    grad_norm=Since(_or_not_finite),
+    grad_norm=Since(_or_not_finite(schema.number(0.0), "inf", "nan")),
     clip=Since(_SHARE),
     skips=Since(schema.whole(0), 0),
     where=Since(schema.text),
     modules=Since(schema.list_of(_MODULE, make=tuple), ()),
     plan=Since(_PLAN),
-    loss=Since(_or_not_finite),
+    loss=Since(_or_not_finite(schema.number(), "inf", "-inf", "nan")),
     first_bad=Since(schema.text),
     largest=Since(_EXPONENT),
     time=Since(schema.number(0.0, 2.0**40)),

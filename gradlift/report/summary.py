@@ -163,11 +163,11 @@ def summarize(run: Run) -> Summary:
         scale_last=scales[-1],
         scale_min=min(scales),
         scale_max=max(scales),
-        norm_median=statistics.median(norms) if norms else None,
+        norm_median=2 * statistics.median(norm / 2 for norm in norms) if norms else None,
         norm_max=max(norms, default=None),
         clipped=sum(1 for clip in clips if clip < 1.0) if clips else None,
-        loss_first=statistics.fmean(losses[:tenth]) if losses else None,
-        loss_last=statistics.fmean(losses[-tenth:]) if losses else None,
+        loss_first=_mean(losses[:tenth]) if losses else None,
+        loss_last=_mean(losses[-tenth:]) if losses else None,
         largest=max((r.largest for r in records if r.largest is not None), default=None),
         probes=sum(1 for r in records if r.modules),
         modules=_modules(records, format),
@@ -176,6 +176,14 @@ def summarize(run: Run) -> Summary:
         ended=run.ended,
         last_time=records[-1].time,
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean, also where the sum is beyond float64's range."""
+    try:
+        return statistics.fmean(values)
+    except OverflowError:
+        return statistics.fmean(value * 2.0**-60 for value in values) * 2.0**60
 
 
 def _skips(records: Sequence[StepRecord]) -> tuple[Skips, ...]:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from gradlift.report.diagnosis import shorten
+from gradlift.printable import shorten
 from gradlift.report.summary import STUCK, WORTH_A_WORD, ModuleSummary, Skips, Summary
 
 # The loss of a run with fewer steps is not reported.

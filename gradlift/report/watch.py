@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradlift.report.diagnosis import shorten
+from gradlift.printable import shorten
+from gradlift.report.record_file import begins_run
 from gradlift.report.records import (
     ModuleRecord,
     PlanChange,
@@ -103,6 +104,8 @@ class View:
         self.probe: StepRecord | None = None
         self.plan: tuple[int, PlanChange] | None = None
         self.ended = False
+        self._begins = False
+        """Whether the next record is the first of another run."""
         self.changed: float | None = None
         """When its file was written last."""
 
@@ -120,12 +123,18 @@ class View:
             if isinstance(found, StepRecord):
                 self._add(found)
             elif isinstance(found.get("run"), dict):
+                self._begins = bool(begins_run(found))
                 self._go_on(found["run"])
 
     def _add(self, record: StepRecord) -> None:
+        if self._begins:
+            about, problems, changed = self.about, self.problems, self.changed
+            self.clear()
+            self.about, self.problems, self.changed = about, problems, changed
         self.records += 1
         self.window.append(record)
-        self.first_step = record.step if self.first_step is None else self.first_step
+        first = self.first_step
+        self.first_step = record.step if first is None else min(first, record.step)
         if record.skipped:
             self.causes[record.cause or "unknown"] += 1
         if record.modules:
@@ -136,7 +145,7 @@ class View:
     def _go_on(self, about: dict[str, Any]) -> None:
         """The run was started again; what it takes again is forgotten."""
         self.about = about
-        first = about.get("from")
+        first = None if self._begins else about.get("from")
         while type(first) is int and self.window and self.window[-1].step >= first:
             undone = self.window.pop()
             self.records -= 1
@@ -160,7 +169,9 @@ class View:
         """What to think of the run so far; None before the first record."""
         if not self.window or self.first_step is None:
             return None
-        summary = summarize(Run(self.name, tuple(self.window), self.about, (), self.ended))
+        by_step = {record.step: record for record in self.window}
+        records = tuple(by_step[step] for step in sorted(by_step))
+        summary = summarize(Run(self.name, records, self.about, (), self.ended))
         causes = tuple(sorted((c, n) for c, n in self.causes.items() if n > 0))
         return judge(
             replace(
@@ -216,12 +227,12 @@ class View:
 
 def sparkline(values: Any) -> str:
     """Numbers as bars from their smallest to their largest."""
-    known = list(values)
+    known = [value / 4 for value in values]  # so that no difference overflows
     if not known:
         return ""
-    low, high = min(known), max(known)
-    step = (high - low) / (len(_BARS) - 1) or 1.0
-    return "".join(_BARS[round((value - low) / step)] for value in known)
+    low, high, top = min(known), max(known), len(_BARS) - 1
+    step = (high - low) / top or 1.0
+    return "".join(_BARS[min(round((value - low) / step), top)] for value in known)
 
 
 def render(view: View, now: float) -> Any:

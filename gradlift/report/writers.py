@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradlift.formats import Format
-from gradlift.report.diagnosis import printable
+from gradlift.printable import printable
 from gradlift.report.record_file import JsonlWriter, LineFile
 from gradlift.report.records import StepRecord, format_of, jsonable
 from gradlift.troubleshooting import warn

@@ -34,6 +34,10 @@ from gradlift.torch.names import Names
 from gradlift.torch.probe.counting import count_exponents, dense
 
 _NARROW = (torch.float16, torch.bfloat16)
+_LOSS_FN = (
+    "a function of the model and a batch that runs the model, such as "
+    "lambda model, batch: loss(model(batch[0]), batch[1])"
+)
 
 
 def diagnose(
@@ -57,7 +61,7 @@ def diagnose(
     Returns:
         A frozen ``Diagnosis``: ``print`` it, or ask it.
     """
-    _check(model, batches, tolerance, headroom)
+    _check(model, loss_fn, batches, tolerance, headroom)
     names, kept = Names(model), list(batches)
     if not kept:
         raise ValueError("batches is empty: diagnose needs at least one batch to look at")
@@ -106,17 +110,35 @@ class _Pass:
         self.outputs: dict[str, Tensor] = {}
         """0-d largest magnitude of each module's output."""
         self._watched: dict[tuple[int, int], Any] = {}
+        self._model_ran = False
+        """Whether the loss under way has run a module of the model."""
 
     def run(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batches: list) -> None:
         """Look at every batch; the model and the random numbers are as before afterwards."""
         named = {p: self._names.of_parameter[id(p)] for p in model.parameters() if p.requires_grad}
         with _untouched(model), _exact(model), torch.enable_grad(), self._looking():
             for batch in batches:
-                loss = loss_fn(model, batch)
+                loss = self._loss(model, loss_fn, batch)
                 _check_loss(loss)
                 for way in self._ways:
                     self._backward(way, loss, named)
                 self._watched.clear()
+
+    def _loss(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> Tensor:
+        self._model_ran = False
+        try:
+            return loss_fn(model, batch)
+        except Exception as error:
+            # torch's losses, and modules like them, take outputs and targets.
+            theirs = getattr(loss_fn, "func", loss_fn)
+            home = getattr(theirs, "__module__", None) or "torch."  # a builtin has none
+            is_loss = isinstance(theirs, nn.Module) or home.startswith("torch.")
+            if self._model_ran or not is_loss:
+                raise
+            raise ValueError(
+                f"loss_fn must be {_LOSS_FN}; got {type(loss_fn).__name__}, which failed before it "
+                f"ran the model ({type(error).__name__}: {error})"
+            ) from error
 
     def _backward(self, way: str, loss: Tensor, named: dict[nn.Parameter, str]) -> None:
         self._way = way
@@ -151,6 +173,7 @@ class _Pass:
         name = self._names.of_module.get(id(module))
         if name is None or is_foreign_pass():
             return
+        self._model_ran = True
         for tensor in tensors_in(output):
             if tensor.is_floating_point():
                 self._look(name or "(model)", tensor)
@@ -226,7 +249,7 @@ def _exact(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _check(model: Any, batches: Any, tolerance: Any, headroom: Any) -> None:
+def _check(model: Any, loss_fn: Any, batches: Any, tolerance: Any, headroom: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     if not isinstance(batches, Iterable):
@@ -241,6 +264,8 @@ def _check(model: Any, batches: Any, tolerance: Any, headroom: Any) -> None:
                 f"parameter {name!r} is {parameter.dtype}: diagnose needs exact gradients; give "
                 "it copy.deepcopy(model).float()"
             )
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn must be {_LOSS_FN}; got {type(loss_fn).__name__}")
     check_limits(tolerance, headroom)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradlift.plan.observations import Record
 from gradlift.plan.pilot import Pilot
+from gradlift.printable import printable
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.adaptive.largest import ProbedGradients
@@ -352,7 +353,7 @@ class Controller:
         offsets, pins = self.engine.offsets, self.engine.pins
         moved = ", ".join(f"{key} at {offset:+d}" for key, offset in offsets.items() if offset)
         own = (
-            f"planned {moved or 'nothing'}, pinned {pins or 'nothing'}",
+            f"planned {printable(moved) or 'nothing'}, pinned {pins or 'nothing'}",
             "step {}, next probe at {}, probing {}, format {}, tolerance {}, headroom {}, "
             "interval {}, layerwise {}, rule {}, emulate {}".format(*self._course()),
         )

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradlift.printable import printable
 from gradlift.torch.forward.origin import Operation, Origin
 
 _HALF = ("float16", "float8_e4m3fn", "float8_e5m2")
@@ -98,7 +99,7 @@ class Cause:
     def __str__(self) -> str:
         seems = "" if self.certain else " (the first of several)"
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        return f"{self._what()}{rank}{seems}; {self.advice}"
+        return printable(f"{self._what()}{rank}{seems}; {self.advice}")
 
     def _what(self) -> str:
         held = " and ".join(

@@ -36,6 +36,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.utils.hooks import RemovableHandle
 
 from gradlift.formats import power_of_two
+from gradlift.printable import printable
 from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.forward.values import is_captured, values_of
 from gradlift.torch.names import Names
@@ -85,7 +86,7 @@ class ForwardGuard:
         if not self._mended:
             return "ForwardGuard(nothing mended)"
         lines = [f"  {name or 'the model'}: {why}" for name, why in self._mended.items()]
-        return "\n".join(["ForwardGuard(", *lines, ")"])
+        return "\n".join(["ForwardGuard(", *map(printable, lines), ")"])
 
     # By hand.
 

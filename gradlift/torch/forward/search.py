@@ -207,6 +207,12 @@ class CauseSearch:
             compute_loss: runs the forward pass and gives the loss, unscaled.
             scale: what the loss is multiplied by.
         """
+        if not callable(compute_loss) or isinstance(compute_loss, torch.nn.Module):
+            raise ValueError(
+                "explain takes a function that runs the forward pass and returns the loss, such as "
+                "lambda: loss_fn(model(inputs), targets), since it watches that pass; got "
+                f"{type(compute_loss).__name__}"
+            )
         model = self._owner.model
         if model is None:
             raise ValueError("explain needs the model: GradScaler(..., model=model)")

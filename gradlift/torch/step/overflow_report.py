@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradlift.printable import printable
 from gradlift.torch.names import Names
 from gradlift.torch.step.grads import Buckets, Key, Places, local, parameters
 from gradlift.torch.step.readback import capturing, moved_to
@@ -321,4 +322,4 @@ def describe(report: Report, limit: int = 8) -> str:
         return "no gradient with an inf or a NaN is on record"
     parts = [f"{name} ({inf} inf, {nan} nan)" for name, inf, nan in report[:limit]]
     more = f" and {len(report) - limit} more" if len(report) > limit else ""
-    return ", ".join(parts) + more
+    return printable(", ".join(parts) + more)
