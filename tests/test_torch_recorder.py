@@ -27,7 +27,7 @@ from gradlift.report import record_file
 from gradlift.report import records as telemetry
 from gradlift.report.record_file import JsonlWriter
 from gradlift.report.records import ModuleRecord, PlanChange, StepRecord
-from gradlift.torch import AdaptiveGradScaler, GradScaler
+from gradlift.torch import AdaptiveGradScaler, GradScaler, for_trainers
 from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.recorder import Recorder
 
@@ -406,6 +406,7 @@ def test_skips_are_counted_one_by_one_however_many_there_are(tmp_path: Path, ski
     with scaler.record_to(tmp_path / "run.jsonl"):
         train(scaler, model, [1.0, 1e38, 1.0])
         assert scaler.skipped_steps == skipped + 1
+        assert for_trainers.scale_and_skips(scaler)[1].item() == skipped + 1
     records = record_file.read(tmp_path / "run.jsonl").records
     assert [r.step - 2 * skipped for r in records] == [0, 1, 2]
     assert [r.skips - skipped for r in records] == [0, 1, 1]
@@ -538,7 +539,7 @@ def test_a_run_goes_on_where_it_was_after_another_was_begun_by_mistake():
     assert [r.scale for r in run.earlier[0].records] == [2.0] * 5
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
+@pytest.mark.parametrize("step", [-1, 1.5, True, "7", 2**60])
 def test_a_step_that_is_no_number_of_one_is_refused(tmp_path: Path, step: object):
     with pytest.raises(ValueError, match="step must be a whole number"):
         GradScaler("cpu").record_to(tmp_path / "run.jsonl", step=step)

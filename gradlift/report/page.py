@@ -142,7 +142,8 @@ def markdown(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
         if summary.changes:
             parts += ["### Plan changes", _md_table(CHANGE_HEADINGS, _changes(summary))]
         if run.problems:
-            parts += ["### Lines that could not be read", "\n".join(_problems(run, "- "))]
+            lines = [f"- {_md(line)}" for line in _problems(run)]
+            parts += ["### Lines that could not be read", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -160,10 +161,10 @@ def _md(text: str) -> str:
     return "".join(f"\\{c}" if c in r"\`*_[]|#~!" else escape(c, quote=False) for c in text)
 
 
-def _problems(run: Run, lead: str) -> list[str]:
-    told = [f"{lead}{problem}" for problem in run.problems[:20]]
+def _problems(run: Run) -> list[str]:
+    told = [str(problem) for problem in run.problems[:20]]
     more = len(run.problems) - len(told)
-    return [*told, f"{lead}and {more} more"] if more else told
+    return [*told, f"and {more} more"] if more else told
 
 
 # HTML.
@@ -221,7 +222,7 @@ def _section(number: int, run: Run, summary: Summary) -> str:
         rows = [module_row(i, module) for i, module in enumerate(summary.modules)]
         parts.append(_folded(f"All {len(rows)} modules", MODULE_HEADINGS, rows, "modules"))
     if run.problems:
-        lines = "".join(f"<li>{escape(line)}</li>" for line in _problems(run, ""))
+        lines = "".join(f"<li>{escape(line)}</li>" for line in _problems(run))
         parts.append(
             f"<h3>Lines that could not be read: {len(run.problems):,}</h3><ul>{lines}</ul>"
         )

@@ -42,13 +42,13 @@ class LineFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        if self.path.is_dir() or os.fspath(path).endswith((os.sep, "/")):
-            raise ValueError(f"cannot record to {self.path}: it is a folder; name a file in it")
-        if not self.path.parent.is_dir():
-            raise ValueError(f"cannot record to {self.path}: there is no such folder")
         # No file object: closing one closes whatever has its number by then.
         self._descriptor: int | None = None
         try:
+            if self.path.is_dir() or os.fspath(path).endswith((os.sep, "/")):
+                raise ValueError(f"cannot record to {self.path}: it is a folder; name a file in it")
+            if not self.path.parent.is_dir():
+                raise ValueError(f"cannot record to {self.path}: there is no such folder")
             self.first, self.cut_off = _ends(self.path)
             """The first line, and what a write that was cut off left behind the last line."""
             self._open()

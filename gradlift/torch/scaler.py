@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradlift import schema
 from gradlift.policy import UNKNOWN, Dynamic, Policy, Predictive, ScaleState
 from gradlift.torch import checkpoint, settings
 from gradlift.torch.forward.cause import Cause
@@ -520,8 +521,8 @@ class GradScaler(torch.amp.GradScaler):
             The recorder. Its ``close()`` writes what is under way and ends it; so do the end of
             a ``with`` block over it, of the scaler and of the process.
         """
-        if step is not None and (type(step) is not int or step < 0):
-            raise ValueError(f"step must be a whole number from 0 on, or None, got {step!r}")
+        if step is not None and (type(step) is not int or not 0 <= step <= schema.LARGEST):
+            raise ValueError(f"step must be a whole number from 0 to 2**53, or None, got {step!r}")
         taken = self._device_scale.steps_taken() or 0
         made = open_recorder(
             path_or_writer,
