@@ -296,3 +296,73 @@ def test_steps_are_counted_from_a_loaded_state_on(inner, masters):
     if inner != "SGD":
         # Masters have no gradients of their own: theirs lie on the parameters.
         assert {float(s["step"]) for s in inside.state.values()} == {3.0 if masters else 4.0}
+
+
+def clip_master_values(optimizer, *_):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_value_(params, 1e-3)
+
+
+@DTYPES
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}], ids=["", "max_norm"])
+@pytest.mark.parametrize("where", ["hook", "step"])
+def test_code_in_the_step_of_the_optimizer_inside_sees_true_float32_gradients(
+    dtype, options, where
+):
+    def clipped(scale, inf_at=None):
+        model, optimizer = made(dtype=dtype)
+        seen = []
+
+        def look(inner, *_):
+            seen.append([p.grad.clone() for g in inner.param_groups for p in g["params"]])
+            clip_master_values(inner)
+
+        if where == "hook":
+            optimizer.inner.register_step_pre_hook(look)
+        else:
+            step = optimizer.inner.step
+            optimizer.inner.step = lambda: (look(optimizer.inner), step())
+        scaler = GradScaler("cpu", init_scale=scale)
+        train(model, optimizer, 0, 2, scaler, **options)
+        if inf_at is not None:
+            model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+            model[0].weight.grad[0] = torch.inf
+            scaler.scale(torch.zeros(()))
+            scaler.step(optimizer, **options)
+            scaler.update()
+        return model, seen
+
+    plain, true = clipped(1.0)
+    model, seen = clipped(16.0, inf_at=2)
+    assert len(seen) == len(true) == 2
+    for mine, right in zip(seen, true, strict=True):
+        assert all(g.dtype == torch.float32 for g in mine)
+        for one, other in zip(mine, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-5)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-4)
+
+
+def test_a_step_hook_on_bfloat16_gradients_sees_them_true_and_clipped():
+    seen = []
+    for scale in (1.0, 2.0**12):
+        model, optimizer = made()
+        optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"]))
+        optimizer.register_step_pre_hook(clip_master_values)
+        train(model, optimizer, 0, 2, GradScaler("cpu", init_scale=scale), max_norm=1.0)
+        seen[-1] = everything(model, optimizer)[0]
+    for one, other in zip(seen[1], seen[3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}], ids=["", "max_norm"])
+def test_a_step_hook_on_scaled_float16_gradients_is_refused(options):
+    model, optimizer = made(dtype=torch.float16)
+    train(model, optimizer, 0, 1, **options)
+    before = everything(model, optimizer)
+    handle = optimizer.register_step_pre_hook(clip_master_values)
+    with pytest.raises(ValueError, match="MasterWeights has step hooks.*still carry the scale"):
+        train(model, optimizer, 1, 2, **options)
+    check_equal(everything(model, optimizer), before)
+    handle.remove()
+    train(model, optimizer, 1, 2, **options)
