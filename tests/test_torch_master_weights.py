@@ -361,7 +361,7 @@ def test_a_step_hook_on_scaled_float16_gradients_is_refused(options):
     train(model, optimizer, 0, 1, **options)
     before = everything(model, optimizer)
     handle = optimizer.register_step_pre_hook(clip_master_values)
-    with pytest.raises(ValueError, match="MasterWeights has step hooks.*still carry the scale"):
+    with pytest.raises(ValueError, match=r"MasterWeights has step hooks.*still carry the scale"):
         train(model, optimizer, 1, 2, **options)
     check_equal(everything(model, optimizer), before)
     handle.remove()

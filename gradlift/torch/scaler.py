@@ -165,6 +165,7 @@ class GradScaler(torch.amp.GradScaler):
             self._agreement,
             self._outcome,
             self._search,
+            settings.usable_device(self._device),
             self._clear_grads_on_skip,
         )
         if self._enabled and isinstance(self.policy, Predictive):

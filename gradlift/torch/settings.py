@@ -62,6 +62,12 @@ def check_device(device: Any) -> None:
         ) from None
 
 
+def usable_device(device: Any) -> torch.device:
+    """Return the device of this type, or the CPU where there is none."""
+    lacks = torch.device(device).type == "cuda" and not torch.cuda.is_available()
+    return torch.device("cpu" if lacks else device)
+
+
 def forward_guard(forward: Any, model: torch.nn.Module | None) -> ForwardGuard | None:
     """What ``forward=`` asks for."""
     if forward is None or isinstance(forward, ForwardGuard):

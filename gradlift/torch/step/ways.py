@@ -80,7 +80,7 @@ def plain(call: StepCall) -> Any:
     """An optimizer that cannot skip by itself: the host waits for the flag."""
     check, optimizer, known, max_norm = call[:4]
     if known.entry["stage"] is OptState.READY:
-        known.in_step = True
+        known.in_step = known.unscaled_in_step = True
         call.unscale(optimizer)
     check.ask(known, None if max_norm is None else optimizer)
     outcome = check.outcome
@@ -109,8 +109,9 @@ def traced(call: StepCall) -> Any:
     if fused.supports(optimizer) and not traced_step.is_stock(optimizer):
         return fused.run(call)
     if known.entry["stage"] is OptState.READY:
+        known.unscaled_in_step = True
         call.unscale(optimizer)
-    check.ask(known)
+    check.ask(known, None if max_norm is None else optimizer)
     found = check.outcome.found_inf = check.found(known)
     if max_norm is not None:
         check.clip_(optimizer, max_norm)
