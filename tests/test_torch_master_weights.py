@@ -207,6 +207,30 @@ def spoil(state, what):
         del group["weight_decay"]
     elif what == "no state":
         del state["state"]
+    elif what == "meta master":
+        first["master"] = first["master"].to("meta")
+    elif what == "meta moment":
+        first["exp_avg"] = first["exp_avg"].to("meta")
+    elif what == "meta step":
+        first["step"] = first["step"].to("meta")
+    elif what == "meta lr":
+        group["lr"] = torch.empty((), device="meta")
+    elif what == "sparse master":
+        first["master"] = first["master"].to_sparse()
+    elif what == "sparse moment":
+        first["exp_avg_sq"] = first["exp_avg_sq"].to_sparse()
+    elif what == "quantized master":
+        first["master"] = torch.quantize_per_tensor(first["master"], 0.1, 0, torch.qint8)
+    elif what == "quantized moment":
+        first["exp_avg"] = torch.quantize_per_tensor(first["exp_avg"], 0.1, 0, torch.qint8)
+    elif what == "sparse step":
+        first["step"] = torch.ones(1).to_sparse()
+    elif what == "nested moment":
+        first["exp_avg"] = torch.nested.nested_tensor(
+            [*first["exp_avg"].unbind()], layout=torch.jagged
+        )
+    elif what == "complex moment":
+        first["exp_avg"] = first["exp_avg"].to(torch.complex64)
     elif what == "unknown parameter":
         state["state"][99] = {"step": torch.tensor(1.0)}
     return state
@@ -232,10 +256,22 @@ SPOILED = {
     "no groups": r"\['param_groups'\] must be a list of 1 groups",
     "no setting": r"must be a dict with 'weight_decay'",
     "no state": r"must be a dict with the entries state and param_groups",
+    "meta master": r"\['master'\] must be a dense tensor with values, got one on meta",
+    "meta moment": r"\['exp_avg'\] must be a dense tensor with values, got one on meta",
+    "meta step": r"\['step'\] must be a dense tensor with values, got one on meta",
+    "meta lr": r"\['lr'\] must be a dense tensor with values, got one on meta",
+    "sparse master": r"\['master'\] must be a dense tensor with values, got torch.sparse_coo",
+    "sparse moment": r"\['exp_avg_sq'\] must be a dense tensor with values, got torch.sparse_coo",
+    "sparse step": r"\['step'\] must be a dense tensor with values, got torch.sparse_coo",
+    "quantized master": r"\['master'\] must be a dense tensor with values, got torch.qint8",
+    "quantized moment": r"\['exp_avg'\] must be a dense tensor with values, got torch.qint8",
+    "nested moment": r"\['exp_avg'\] must be a dense tensor with values, got torch.jagged",
+    "complex moment": r"\['exp_avg'\] must be a tensor of floats, got torch.complex64",
     "unknown parameter": r"must be a parameter of param_groups, got 99",
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what):
     model, optimizer = made()

@@ -64,7 +64,6 @@ class JsonlWriter:
                 f"gradlift: {self.path} was removed while it was written, and goes on in a new "
                 "file of that name, without the steps before",
                 "was-removed-while-it-was-written",
-                stacklevel=2,
             )
             self._begin_again(records[0].step)
         self._write(b"".join(encode(record) for record in records))
@@ -83,7 +82,6 @@ class JsonlWriter:
             warn(
                 f"gradlift stopped recording: {error}",
                 "gradlift-stopped-recording-to",
-                stacklevel=3,
             )
 
     def _begin(self, step: int) -> None:
@@ -110,7 +108,6 @@ class JsonlWriter:
             warn(
                 f"gradlift stopped recording to {self.path}: {error}",
                 "gradlift-stopped-recording-to",
-                stacklevel=2,
             )
 
 

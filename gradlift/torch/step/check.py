@@ -66,7 +66,7 @@ class GradCheck:
         agreement: Agreement,
         outcome: Outcome,
         search: CauseSearch,
-        home: torch.device,
+        home: str,
         clears: bool = False,
     ) -> None:
         self.scale, self.steps, self.losses = scale, steps, losses
@@ -83,6 +83,11 @@ class GradCheck:
         A stage of a pipeline that never sees the loss never calls ``scale``; what is in its
         gradients was scaled by another rank, and its own scale is made here.
         """
+        if not hasattr(optimizer, "param_groups"):
+            raise ValueError(
+                f"{caller}() takes the optimizer, made with torch.optim, got "
+                f"{type(optimizer).__name__!r}"
+            )
         if self.agreement.join(optimizer) is not None:
             if self.scale.scale is None:
                 self.scale.make(self.device_of(optimizer))
@@ -98,7 +103,7 @@ class GradCheck:
     def device_of(self, optimizer: torch.optim.Optimizer) -> torch.device:
         """Return where the optimizer's parameters are; where messages travel if it has none."""
         param = next(grads.parameters(optimizer), None)
-        return self.home if param is None else grads.local(param.detach()).device
+        return torch.device(self.home) if param is None else grads.local(param.detach()).device
 
     def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
         ranks = self.agreement.ranks
