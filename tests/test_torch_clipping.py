@@ -334,3 +334,42 @@ def test_a_scheduler_does_not_slow_a_step_and_sees_it() -> None:
         scaler.step_scheduler(scheduler)
     assert scaler.slow_step_reason is None
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("place", [on_its_own, on_all, in_a_wrapper])
+@pytest.mark.parametrize("whole", [False, True])
+def test_users_code_in_a_compiled_step_runs_or_is_refused(
+    place: Callable[..., list[Any]], whole: bool
+) -> None:
+    torch._dynamo.reset()
+    params = pair()
+    optimizer, scaler = torch.optim.SGD(params, lr=0.5), GradScaler("cpu")
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    seen: list[torch.Tensor] = []
+
+    def look(*_: Any) -> None:
+        seen.append(params[0].grad.clone())
+
+    @torch.compile(backend="eager", fullgraph=whole)
+    def step() -> None:
+        scaler.step(optimizer, max_norm=3.0)
+
+    def train() -> None:
+        scaler.scale(clip_loss(params)).backward()
+        step()
+        scaler.update()
+
+    train()  # without it, and with a scheduler
+    assert not seen
+    handles = place(optimizer, look, lambda *_: None)
+    try:
+        if whole:
+            with pytest.raises(Exception, match=r"outside torch\.compile, or remove them"):
+                train()
+        else:
+            optimizer.zero_grad()
+            train()
+            assert seen[-1].norm() <= 3.0
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -108,6 +108,7 @@ def traced(call: StepCall) -> Any:
     check, optimizer, known, max_norm = call[:4]
     if fused.supports(optimizer) and not traced_step.is_stock(optimizer):
         return fused.run(call)
+    traced_step.refuse_users_code(optimizer)
     if known.entry["stage"] is OptState.READY:
         known.unscaled_in_step = True
         call.unscale(optimizer)
