@@ -69,9 +69,9 @@ def _shows_gradients(call: StepCall) -> bool:
         found = [p.grad for p in grads.parameters(optimizer)]
         if any(grad is not None and grad.dtype is torch.float16 for grad in found):
             raise ValueError(
-                f"{reason}, which would see float16 gradients that still carry the scale: give "
-                "MasterWeights an optimizer with these hooks, or this step(), where the gradients "
-                "of the float32 masters are true, and let them use optimizer.masters"
+                f"{reason}, which would see float16 gradients that still carry the scale: put it on "
+                "the optimizer inside, optimizer.inner, and let it use optimizer.masters, whose "
+                "gradients are float32 and true"
             )
     return reason is not None
 
