@@ -69,8 +69,8 @@ def _shows_gradients(call: StepCall) -> bool:
         found = [p.grad for p in grads.parameters(optimizer)]
         if any(grad is not None and grad.dtype is torch.float16 for grad in found):
             raise ValueError(
-                f"{reason}, which would see float16 gradients that still carry the scale: put it on "
-                "the optimizer inside, optimizer.inner, and let it use optimizer.masters, whose "
+                f"{reason}, which would see float16 gradients that still carry the scale: put it "
+                "on the optimizer inside, optimizer.inner, and let it use optimizer.masters, whose "
                 "gradients are float32 and true"
             )
     return reason is not None
