@@ -59,4 +59,4 @@ def react(policy: Policy, scale: float, finite: bool, subject: Any) -> None:
         f"min_scale={policy.min_scale!r}: look for what makes them infinite or NaN, or lower "
         "min_scale"
     )
-    act(policy.on_floor, lambda: message, subject, lambda text: warn(text, AT_FLOOR, stacklevel=5))
+    act(policy.on_floor, lambda: message, subject, lambda text: warn(text, AT_FLOOR))

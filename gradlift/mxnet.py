@@ -101,7 +101,7 @@ class LossScaler:
     def _warn(self, text: str, anchor: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warn(text, anchor, stacklevel=5)
+            warn(text, anchor)
 
 
 def _grads(params: Any) -> list[Any]:

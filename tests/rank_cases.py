@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from gradlift import Predictive, update
 from gradlift.policy import float32
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights, UnevenInputs
+from gradlift.torch.ranks.message import COLUMNS
 from gradlift.torch.step import grads
 
 OUT = Path()
@@ -155,7 +156,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
             scaler.step(optimizer, max_norm=max_norm)
             scaler.update()
         assert agreement_of(scaler).ranks.size == 2
-        assert sizes == [2 * 16 * 8]
+        assert sizes == [2 * COLUMNS * 8]
 
 
 @case(2)
@@ -286,7 +287,55 @@ def a_disabled_scaler_clips_by_the_norm_of_all() -> None:
     torch.testing.assert_close(local(weight), torch.full((2,), -0.25))
 
 
+@case(2)
+def code_in_the_step_of_one_rank_leaves_the_norm_of_all() -> None:
+    """Its gradients are unscaled before they are measured, those of the others are not."""
+    value = torch.arange(1.0, 5.0)
+    for kept in (Shard(0), Replicate()):
+        weight = placed(value, whole_mesh(), kept)
+        optimizer, scaler, seen = sgd([weight]), scaler_of(), []
+        if on_first():
+            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
+        scaler.step(optimizer, max_norm=1.0)
+        assert len(seen) == (scaler.slow_step_reason is not None) == on_first()
+        assert math.isclose(float(scaler.grad_norm), math.sqrt(30), rel_tol=1e-6)
+        torch.testing.assert_close(weight.full_tensor(), -0.5 * value / math.sqrt(30))
+
+
 # Ranks that bring nothing.
+
+
+@case(2)
+def a_rank_without_parameters_takes_part() -> None:
+    def trains(spoilt: bool, **options: Any) -> tuple[Any, Any]:
+        (weight,) = plain(2)
+        held = [] if on_first(1) else [weight]
+        optimizer = torch.optim.SGD([{"params": held}], lr=0.5, fused=options.pop("fused", False))
+        scaler = scaler_of(seen=False, process_group=dist.group.WORLD)
+        if on_first():
+            scaler.scale(torch.ones(()))
+            if spoilt:
+                weight.grad[0] = math.nan  # type: ignore[index]
+        if options.pop("unscales", False):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, **options)
+        scaler.update()
+        return scaler.get_scale(), weight.tolist()
+
+    for spoilt in (False, True):
+        for options in ({}, {"unscales": True}, {"max_norm": math.inf}, {"fused": True}):
+            scale, weight = trains(spoilt, **options)
+            assert scale == (4.0 if spoilt else 8.0), options
+            assert weight == ([1.0, 1.0] if spoilt or on_first(1) else [0.5, 0.5]), options
+
+
+@case(2)
+def a_disabled_scaler_clips_on_a_rank_without_parameters() -> None:
+    (weight,) = plain(4)
+    held = [] if on_first(1) else [weight]
+    scaler = GradScaler("cpu", enabled=False, process_group=dist.group.WORLD)
+    scaler.step(torch.optim.SGD([{"params": held}], lr=0.5), max_norm=1.0)
+    assert math.isclose(float(scaler.grad_norm), 16.0, rel_tol=1e-6)
 
 
 @case(2)
@@ -432,6 +481,54 @@ def retries_are_made_by_all() -> None:
     scaler.step(optimizer, closure, retries=2)
     assert calls == [8.0, 4.0]
     assert torch.equal(weight, torch.zeros(2))
+
+
+def _with_closure(spoilt: bool, outside: bool = False, **options: Any) -> None:
+    """All ranks raise, and no weight moves; as ``options`` differ, or one scales another loss."""
+    (weight,) = plain(2)
+    scaler, optimizer = scaler_of(process_group=dist.group.WORLD), sgd([weight])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * 2).sum()
+        scaler.scale(loss).backward()
+        if spoilt:
+            weight.grad[0] = math.inf  # type: ignore[index]
+        return loss
+
+    if outside:
+        scaler.scale((weight * 0).sum())
+    words = [f"{next(iter(options))} of step()", "on rank 0", "on rank 1", "No weight"]
+    refused(lambda: scaler.step(optimizer, closure, **options), *words)
+    assert weight.tolist() == [1.0, 1.0]
+    assert scaler.get_scale() == 8.0
+
+
+@case(2)
+def arguments_of_a_step_with_a_closure_that_differ_are_refused() -> None:
+    for spoilt in (False, True):
+        _with_closure(spoilt, max_norm=1.0 if on_first() else None)
+        _with_closure(spoilt, max_norm=1.0 + dist.get_rank())
+        _with_closure(spoilt, retries=1 + dist.get_rank())
+        _with_closure(spoilt, retries=dist.get_rank())
+        _with_closure(spoilt, outside=on_first(), retries=1)
+
+
+@case(2)
+def a_closure_is_clipped_by_the_norm_of_all() -> None:
+    weight = placed(torch.ones(4), whole_mesh(), Shard(0))
+    optimizer, scaler = sgd([weight]), scaler_of()
+
+    def closure() -> Tensor:
+        scaler.scale(torch.ones(()))
+        weight.grad = distribute_tensor(torch.full((4,), 8.0), whole_mesh(), [Shard(0)])
+        return torch.ones(())
+
+    with counting() as sizes:
+        scaler.step(optimizer, closure, max_norm=1.0)
+    assert len(sizes) == 1
+    assert math.isclose(float(scaler.grad_norm), 2.0, rel_tol=1e-6)
+    torch.testing.assert_close(local(weight), torch.full((2,), -0.25))
 
 
 @case(2)
@@ -683,10 +780,15 @@ def unscaled_twice_on_all_ranks_is_their_own_error() -> None:
 
 
 def _uneven(
-    batches: tuple[int, int], step: Any, optimizers: int = 1, adaptive: bool = False
+    batches: tuple[int, int],
+    step: Any,
+    optimizers: int = 1,
+    adaptive: bool = False,
+    new_scale: Any = lambda number: None,
 ) -> Any:
     """The scale and the weights after a run in which the ranks have so many batches; ``step`` is
-    called with the scaler, the optimizers and the number of the step."""
+    called with the scaler, the optimizers and the number of the step, and ``update`` with
+    ``new_scale(number)``."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model = nn.parallel.DistributedDataParallel(bare)
@@ -702,9 +804,12 @@ def _uneven(
         for number in range(batches[dist.get_rank()]):
             for optimizer in made:
                 optimizer.zero_grad()
-            scaler.scale(model(torch.full((2, 4), 0.5)).square().mean()).backward()
-            step(scaler, made, number)
-            scaler.update()
+            if step is _evaluates:
+                step(scaler, made, lambda: model(torch.full((2, 4), 0.5)).square().mean())
+            else:
+                scaler.scale(model(torch.full((2, 4), 0.5)).square().mean()).backward()
+                step(scaler, made, number)
+            scaler.update(new_scale(number))
     assert not {"step", "unscale_", "update"} & vars(scaler).keys()
     found = scaler.get_scale(), [p.tolist() for p in bare.parameters()]
     assert everyone(found)[0] == everyone(found)[1]
@@ -729,10 +834,30 @@ def _changes_its_mind(scaler: Any, optimizers: list[Any], number: int) -> None:
     (_clips, _unscales_first)[number % 2](scaler, optimizers, number)
 
 
+def _evaluates(scaler: Any, optimizers: list[Any], compute: Any) -> None:
+    def closure() -> Tensor:
+        optimizers[0].zero_grad()
+        loss = compute()
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step(optimizers[0], closure, max_norm=0.5)
+
+
+@case(2)
+def uneven_inputs_follow_a_scale_that_is_set() -> None:
+    for value in (64.0, torch.tensor(64.0), torch.tensor(math.nan), torch.tensor(-1.0)):
+        set_once = lambda number, value=value: value if number == 2 else None  # noqa: E731
+        for batches in ((4, 0), (1, 4), (4, 4)):
+            scale, _ = _uneven(batches, _clips, new_scale=set_once)
+            assert scale == (128.0 if float(value) == 64.0 else 16.0), (value, batches)
+
+
 @case(2)
 def uneven_inputs_are_followed_whatever_is_called() -> None:
     """A rank without any batch, one with fewer, and both ways round."""
     ways = {_clips: 1, _one_of_two_clips: 2, _unscales_first: 1, _changes_its_mind: 1}
+    ways[_evaluates] = 1
     for way, optimizers in ways.items():
         for batches in ((4, 0), (1, 4), (4, 4)):
             scale, _ = _uneven(batches, way, optimizers)
@@ -745,8 +870,10 @@ def an_optimizer_that_uneven_inputs_do_not_know_is_refused() -> None:
     def step(scaler: Any, optimizers: list[Any], number: int) -> None:
         with pytest.raises(ValueError, match="was not told of this SGD"):
             scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-        with pytest.raises(ValueError, match=r"closure and max_norm=1\.0"):
-            scaler.step(optimizers[0], lambda: None, max_norm=1.0)
+        with pytest.raises(ValueError, match="evaluate a closure only once"):
+            scaler.step(optimizers[0], lambda: None, retries=1)
+        with pytest.raises(ValueError, match="evaluate a closure only once"):
+            scaler.step(torch.optim.LBFGS([nn.Parameter(torch.ones(1))]), lambda: None)
         scaler.step(optimizers[0])
 
     _uneven((2, 1), step)
@@ -785,8 +912,9 @@ def a_max_norm_of_its_own_is_refused() -> None:
         optimizer, scaler = sgd([weight]), scaler_of(process_group=dist.group.WORLD)
         if unscales:
             scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match=r"numbers or max_norm .* differs between ranks"):
-            scaler.step(optimizer, max_norm=mine)
+        told = "None on rank 0" if mine is or_none else "0.5 on rank 0"
+        said = lambda s=scaler, o=optimizer, m=mine: s.step(o, max_norm=m)  # noqa: E731
+        refused(said, "max_norm of step() differs", told, "on rank 1")
         assert weight.tolist() == [1.0, 1.0]
 
 

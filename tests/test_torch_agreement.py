@@ -38,7 +38,9 @@ def test_flags_of_one_rank_are_those_of_all() -> None:
     assert clean.found_inf.dtype == torch.float32
 
 
-@pytest.mark.parametrize("column", ["SCALE", "TRACKER", "SETTINGS", "LOADS", "PLAN"])
+@pytest.mark.parametrize(
+    "column", ["SCALE", "TRACKER", "SETTINGS", "LOADS", "PLAN", "MAX_NORM", "RETRIES"]
+)
 def test_what_differs_skips_the_step_and_keeps_the_scale(column: str) -> None:
     table = rows(**{column: [2.0, 2.0, 4.0]})
     verdict = message.decide(table, measured=False)

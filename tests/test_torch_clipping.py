@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from scaler_harness import INF, NAN, backward, parameter, sgd, sparse, started, train
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradlift.torch import GradScaler
 
@@ -184,3 +191,185 @@ def test_max_norm_clips_without_scaling_too() -> None:
     p.grad = torch.tensor([4.0])
     scaler.step(sgd(p), max_norm=2.0)
     assert p.item() == pytest.approx(0.0, abs=1e-5)
+
+
+Hook = Callable[..., None]
+
+
+def clips(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_value_(params, 0.1)
+
+
+def on_its_own(optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> list[Any]:
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def on_all(optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> list[Any]:
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+def in_a_wrapper(optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> list[Any]:
+    step = optimizer.step
+
+    def wrapped(*args: Any) -> None:
+        before(optimizer)
+        step(*args)
+        after(optimizer)
+
+    optimizer.step = wrapped  # pyright: ignore
+    return []
+
+
+def in_a_method_that_looks_like_torchs(
+    optimizer: torch.optim.Optimizer, before: Hook, after: Hook
+) -> list[Any]:
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def wrapped(self: torch.optim.Optimizer, *args: Any) -> None:
+        before(self)
+        step(self, *args)
+        after(self)
+
+    optimizer.step = types.MethodType(wrapped, optimizer)  # pyright: ignore
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)  # wraps it once more
+    return []
+
+
+def in_the_class(optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> list[Any]:
+    kind, step = type(optimizer), type(optimizer).step
+
+    @functools.wraps(step)
+    def wrapped(self: torch.optim.Optimizer, *args: Any) -> None:
+        before(self)
+        step(self, *args)
+        after(self)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(kind, "step", wrapped)
+    return [types.SimpleNamespace(remove=patch.undo)]
+
+
+def in_a_subclass(optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> list[Any]:
+    class Mine(type(optimizer)):
+        def step(self, closure: Any = None) -> None:
+            before(self)
+            super().step(closure)
+            after(self)
+
+    optimizer.__class__ = Mine
+    return []
+
+
+@pytest.mark.parametrize("name", list(CLIP_OPTIMIZERS))
+@pytest.mark.parametrize(
+    "place",
+    [on_its_own, on_all, in_a_wrapper, in_a_method_that_looks_like_torchs, in_the_class,
+     in_a_subclass],
+)  # fmt: skip
+def test_users_code_in_a_step_sees_true_clipped_gradients_of_steps_that_are_taken(
+    name: str, place: Callable[..., list[Any]]
+) -> None:
+    ours, theirs = pair(), pair()
+    one, two = CLIP_OPTIMIZERS[name](ours), CLIP_OPTIMIZERS[name.removeprefix("fused ")](theirs)
+    scaler = GradScaler("cpu")
+    seen: list[list[torch.Tensor]] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        seen.append([p.grad.clone() for p in params])
+        clips(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen[-1] += [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
+
+    def train_ours(steps: range) -> None:
+        for step in steps:
+            one.zero_grad()
+            scaler.scale(clip_loss(ours)).backward()
+            if step == 2:
+                ours[0].grad[0] = INF
+            scaler.step(one, max_norm=3.0)
+            scaler.update()
+
+    def train_theirs(steps: range) -> None:
+        for step in steps:
+            if step == 2:
+                continue
+            two.zero_grad()
+            clip_loss(theirs).backward()
+            torch.nn.utils.clip_grad_norm_(theirs, 3.0)
+            two.step()
+
+    train_ours(range(1))  # the first step, without them
+    train_theirs(range(1))
+    told = []
+    for optimizer, run in ((one, train_ours), (two, train_theirs)):
+        handles = place(optimizer, before, after)
+        run(range(1, 4))
+        for handle in handles:
+            handle.remove()
+        told.append(list(seen))
+        seen.clear()
+    assert len(told[0]) == 2
+    for mine, torchs in zip(*told, strict=True):
+        for a, b in zip(mine, torchs, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+    assert scaler.slow_step_reason
+
+
+def test_a_scheduler_does_not_slow_a_step_and_sees_it() -> None:
+    params = pair()
+    optimizer = torch.optim.AdamW(params, lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = GradScaler("cpu")
+    scaler.scale(clip_loss(params)).backward()
+    scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.step_scheduler(scheduler)
+    assert scaler.slow_step_reason is None
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("place", [on_its_own, on_all, in_a_wrapper])
+@pytest.mark.parametrize("whole", [False, True])
+def test_users_code_in_a_compiled_step_runs_or_is_refused(
+    place: Callable[..., list[Any]], whole: bool
+) -> None:
+    torch._dynamo.reset()
+    params = pair()
+    optimizer, scaler = torch.optim.SGD(params, lr=0.5), GradScaler("cpu")
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    seen: list[torch.Tensor] = []
+
+    def look(*_: Any) -> None:
+        seen.append(params[0].grad.clone())
+
+    @torch.compile(backend="eager", fullgraph=whole)
+    def step() -> None:
+        scaler.step(optimizer, max_norm=3.0)
+
+    def train() -> None:
+        scaler.scale(clip_loss(params)).backward()
+        step()
+        scaler.update()
+
+    train()  # without it, and with a scheduler
+    assert not seen
+    handles = place(optimizer, look, lambda *_: None)
+    try:
+        if whole:
+            with pytest.raises(Exception, match=r"outside torch\.compile, or remove them"):
+                train()
+        else:
+            optimizer.zero_grad()
+            train()
+            assert seen[-1].norm() <= 3.0
+    finally:
+        for handle in handles:
+            handle.remove()

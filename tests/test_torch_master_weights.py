@@ -207,6 +207,30 @@ def spoil(state, what):
         del group["weight_decay"]
     elif what == "no state":
         del state["state"]
+    elif what == "meta master":
+        first["master"] = first["master"].to("meta")
+    elif what == "meta moment":
+        first["exp_avg"] = first["exp_avg"].to("meta")
+    elif what == "meta step":
+        first["step"] = first["step"].to("meta")
+    elif what == "meta lr":
+        group["lr"] = torch.empty((), device="meta")
+    elif what == "sparse master":
+        first["master"] = first["master"].to_sparse()
+    elif what == "sparse moment":
+        first["exp_avg_sq"] = first["exp_avg_sq"].to_sparse()
+    elif what == "quantized master":
+        first["master"] = torch.quantize_per_tensor(first["master"], 0.1, 0, torch.qint8)
+    elif what == "quantized moment":
+        first["exp_avg"] = torch.quantize_per_tensor(first["exp_avg"], 0.1, 0, torch.qint8)
+    elif what == "sparse step":
+        first["step"] = torch.ones(1).to_sparse()
+    elif what == "nested moment":
+        first["exp_avg"] = torch.nested.nested_tensor(
+            [*first["exp_avg"].unbind()], layout=torch.jagged
+        )
+    elif what == "complex moment":
+        first["exp_avg"] = first["exp_avg"].to(torch.complex64)
     elif what == "unknown parameter":
         state["state"][99] = {"step": torch.tensor(1.0)}
     return state
@@ -232,10 +256,22 @@ SPOILED = {
     "no groups": r"\['param_groups'\] must be a list of 1 groups",
     "no setting": r"must be a dict with 'weight_decay'",
     "no state": r"must be a dict with the entries state and param_groups",
+    "meta master": r"\['master'\] must be a dense tensor with values, got one on meta",
+    "meta moment": r"\['exp_avg'\] must be a dense tensor with values, got one on meta",
+    "meta step": r"\['step'\] must be a dense tensor with values, got one on meta",
+    "meta lr": r"\['lr'\] must be a dense tensor with values, got one on meta",
+    "sparse master": r"\['master'\] must be a dense tensor with values, got torch.sparse_coo",
+    "sparse moment": r"\['exp_avg_sq'\] must be a dense tensor with values, got torch.sparse_coo",
+    "sparse step": r"\['step'\] must be a dense tensor with values, got torch.sparse_coo",
+    "quantized master": r"\['master'\] must be a dense tensor with values, got torch.qint8",
+    "quantized moment": r"\['exp_avg'\] must be a dense tensor with values, got torch.qint8",
+    "nested moment": r"\['exp_avg'\] must be a dense tensor with values, got torch.jagged",
+    "complex moment": r"\['exp_avg'\] must be a tensor of floats, got torch.complex64",
     "unknown parameter": r"must be a parameter of param_groups, got 99",
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what):
     model, optimizer = made()
@@ -296,3 +332,73 @@ def test_steps_are_counted_from_a_loaded_state_on(inner, masters):
     if inner != "SGD":
         # Masters have no gradients of their own: theirs lie on the parameters.
         assert {float(s["step"]) for s in inside.state.values()} == {3.0 if masters else 4.0}
+
+
+def clip_master_values(optimizer, *_):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_value_(params, 1e-3)
+
+
+@DTYPES
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}], ids=["", "max_norm"])
+@pytest.mark.parametrize("where", ["hook", "step"])
+def test_code_in_the_step_of_the_optimizer_inside_sees_true_float32_gradients(
+    dtype, options, where
+):
+    def clipped(scale, inf_at=None):
+        model, optimizer = made(dtype=dtype)
+        seen = []
+
+        def look(inner, *_):
+            seen.append([p.grad.clone() for g in inner.param_groups for p in g["params"]])
+            clip_master_values(inner)
+
+        if where == "hook":
+            optimizer.inner.register_step_pre_hook(look)
+        else:
+            step = optimizer.inner.step
+            optimizer.inner.step = lambda: (look(optimizer.inner), step())
+        scaler = GradScaler("cpu", init_scale=scale)
+        train(model, optimizer, 0, 2, scaler, **options)
+        if inf_at is not None:
+            model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+            model[0].weight.grad[0] = torch.inf
+            scaler.scale(torch.zeros(()))
+            scaler.step(optimizer, **options)
+            scaler.update()
+        return model, seen
+
+    plain, true = clipped(1.0)
+    model, seen = clipped(16.0, inf_at=2)
+    assert len(seen) == len(true) == 2
+    for mine, right in zip(seen, true, strict=True):
+        assert all(g.dtype == torch.float32 for g in mine)
+        for one, other in zip(mine, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-5)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-4)
+
+
+def test_a_step_hook_on_bfloat16_gradients_sees_them_true_and_clipped():
+    seen = []
+    for scale in (1.0, 2.0**12):
+        model, optimizer = made()
+        optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"]))
+        optimizer.register_step_pre_hook(clip_master_values)
+        train(model, optimizer, 0, 2, GradScaler("cpu", init_scale=scale), max_norm=1.0)
+        seen[-1] = everything(model, optimizer)[0]
+    for one, other in zip(seen[1], seen[3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}], ids=["", "max_norm"])
+def test_a_step_hook_on_scaled_float16_gradients_is_refused(options):
+    model, optimizer = made(dtype=torch.float16)
+    train(model, optimizer, 0, 1, **options)
+    before = everything(model, optimizer)
+    handle = optimizer.register_step_pre_hook(clip_master_values)
+    with pytest.raises(ValueError, match=r"MasterWeights has step hooks.*still carry the scale"):
+        train(model, optimizer, 1, 2, **options)
+    check_equal(everything(model, optimizer), before)
+    handle.remove()
+    train(model, optimizer, 1, 2, **options)

@@ -5,6 +5,7 @@ import torch
 from scaler_parts import agreement_of, engine_of, pilot_of
 from torch import nn
 
+from gradlift import Dynamic, Static
 from gradlift.formats import FORMATS
 from gradlift.plan.pilot import Pilot
 from gradlift.torch import (
@@ -73,6 +74,31 @@ def test_device(make):
     assert make("meta").is_enabled()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [GradScaler, lambda device, **rest: AdaptiveGradScaler(network(), device, **rest)],
+    ids=["plain", "adaptive"],
+)
+def test_a_number_is_no_device(make, enabled):
+    for scale in (1024.0, 2**10, 0):
+        with pytest.raises(ValueError, match=rf"got {scale}: .*name, init_scale={scale}"):
+            make(scale, enabled=enabled)
+    for other in (True, torch.float16, b"cuda"):
+        with pytest.raises(ValueError, match=r"device must be a device type, .*got"):
+            make(other, enabled=enabled)
+    with pytest.raises(ValueError, match="a policy goes by its name, policy="):
+        make(Dynamic(), enabled=enabled)
+    assert not make(torch.device("cpu"), enabled=False).is_enabled()
+
+
+def test_torch_cuda_amps_order_is_refused():
+    with pytest.raises(ValueError, match=r"init_scale=1024\.0"):
+        GradScaler(1024.0, 2.0, 0.5, 2000, True)
+    with pytest.raises(ValueError, match="device"):
+        GradScaler(None)
+
+
 def test_a_scaler_that_is_not_enabled_takes_any_device():
     assert not GradScaler("gpu", enabled=False).is_enabled()
 
@@ -101,6 +127,70 @@ def test_the_model_in_the_place_of_the_device():
 def test_flags(flag):
     with pytest.raises(ValueError, match=f"{flag} must be True or False, got 'no'"):
         GradScaler("cpu", **{flag: "no"})
+
+
+@pytest.mark.parametrize("make", [lambda: GradScaler("cpu"), adaptive], ids=["plain", "adaptive"])
+def test_not_an_optimizer(make):
+    model = network()
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
+    for started in (False, True):
+        scaler = make()
+        if started:
+            scaler.scale(torch.ones(()))
+        for wrong in (model, None, torch.ones(2), [sgd(model)], model.parameters(), scheduler):
+            said = rf"takes the optimizer.*got {type(wrong).__name__!r}"
+            for options in ({}, {"max_norm": 1.0}):
+                with pytest.raises(ValueError, match=r"step\(\) " + said):
+                    scaler.step(wrong, **options)
+            with pytest.raises(ValueError, match=r"unscale_\(\) " + said):
+                scaler.unscale_(wrong)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_not_a_scheduler(enabled):
+    model = network()
+    for wrong in (None, model, 3, "cosine"):
+        with pytest.raises(ValueError, match=r"step_scheduler takes the scheduler.*got"):
+            GradScaler("cpu", enabled=enabled).step_scheduler(wrong)
+
+
+def test_a_plateau_goes_by_its_metric():
+    optimizer = sgd(network())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for enabled in (True, False):
+        scaler = GradScaler("cpu", enabled=enabled)
+        with pytest.raises(ValueError, match=r"step_scheduler\(scheduler, metric\)"):
+            scaler.step_scheduler(scheduler)
+        scheduler.num_bad_epochs = 0
+        scaler.scale(torch.ones(()))
+        optimizer.param_groups[0]["params"][0].grad = torch.full((8, 4), torch.inf)
+        if enabled:
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step_skipped
+        before = scheduler.last_epoch
+        scaler.step_scheduler(scheduler, 1.0)
+        assert scheduler.last_epoch == before + 1, "it counts metrics, and no steps"
+
+
+def test_an_adaptive_scaler_has_no_numbers_of_torchs():
+    scalers = [adaptive(), adaptive(format="float8_e4m3fn"), AdaptiveGradScaler(device="cpu")]
+    for scaler in scalers:
+        for name, value in (
+            ("growth_interval", 5),
+            ("growth_factor", 3.0),
+            ("backoff_factor", 0.25),
+        ):
+            before = getattr(scaler, f"get_{name}")()
+            with pytest.raises(ValueError, match=f"AdaptiveGradScaler.*no {name} .*GradScaler"):
+                getattr(scaler, f"set_{name}")(value)
+            assert getattr(scaler, f"get_{name}")() == before
+
+
+def test_a_scaler_that_is_not_enabled_takes_any_number():
+    for scaler in (adaptive(enabled=False), GradScaler("cpu", policy=Static(), enabled=False)):
+        scaler.set_growth_interval(5)
+        scaler.set_growth_factor(3.0)
 
 
 def test_averages_of_another_model():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -382,29 +381,6 @@ def test_a_gradient_in_another_memory_order_is_used_right() -> None:
     assert torch.equal(param, -grad)
 
 
-def test_hooks_and_schedulers_see_the_step() -> None:
-    params = params_of()
-    optimizer = SGD(params, lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    seen: list[str] = []
-
-    def before(*_: Any) -> None:
-        seen.append("before")
-        params[0].grad = torch.zeros_like(params[0])
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    set_grads(params, 0, 1.0)
-    kept = params[0].detach().clone()
-    phase_step(optimizer, 1.0, math.inf)
-    assert seen == ["before", "after"]
-    assert torch.equal(params[0], kept)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
 class Mine(SGD):
     pass
 
@@ -427,9 +403,6 @@ def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
     assert "sparse" in str(reason(SGD([param()]), torch.zeros(4, 4, device=DEVICE).to_sparse()))
     assert "differentiable" in str(reason(SGD([param()], differentiable=True)))
     assert "stretch" in str(reason(SGD([nn.Parameter(torch.zeros(4, 4, device=DEVICE)[:, ::2])])))
-    patched = SGD([param()])
-    patched.step = lambda closure=None: None  # pyright: ignore
-    assert "replaced" in str(reason(patched))
     empty = SGD([param()])
     assert TwoPassStep.of(empty).gather() == "there are no gradients"
 

@@ -74,7 +74,6 @@ class LossScaleLogger(keras.callbacks.Callback):
                 "optimizer.scale_loss(loss): apply() divides them by the scale, so they "
                 "are too small by that factor",
                 "keras-the-train-step-never-called-scale_loss",
-                stacklevel=2,
             )
         finite, self._at_floor = not self._at_floor, False
         react(optimizer.policy, optimizer.policy.min_scale, finite, optimizer)

@@ -96,7 +96,6 @@ class Pending:
                 "for instance by clipping, say apply(..., unscaled=True), and otherwise "
                 "unscaled=False",
                 "keras-apply-takes-gradients-for-scaled-ones",
-                stacklevel=3,
             )
         return true > 0
 

@@ -80,7 +80,6 @@ class Guarded:
             warn(
                 f"gradlift stopped recording to {self._name}: {type(error).__name__}: {error}",
                 "gradlift-stopped-recording-to",
-                stacklevel=2,
             )
 
 

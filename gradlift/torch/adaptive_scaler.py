@@ -183,6 +183,14 @@ class AdaptiveGradScaler(GradScaler):
         if self._enabled:
             engine.probe()
 
+    def _change_policy(self, name: str, value: Any) -> None:
+        if self._enabled and not self._closed:
+            raise ValueError(
+                f"AdaptiveGradScaler finds its scale from the gradients and has no {name} to "
+                "change; GradScaler(policy=Dynamic(...)) has one"
+            )
+        super()._change_policy(name, value)
+
     # What the user may ask and set.
 
     @property
@@ -370,7 +378,7 @@ class AdaptiveGradScaler(GradScaler):
         saved = adaptive_state.read(state_dict[STATE_KEY])
         checkpoint.read(rest, self.policy)
         if not is_same(saved.model, controller.engine.model):
-            warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning, stacklevel=2)
+            warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning)
             self._load_scale(rest)
             return
         copy.copy(controller.pilot).load(saved.pilot)

@@ -28,6 +28,11 @@ def set_process_group(scaler: GradScaler, group: Any) -> None:
     scaler._agreement.process_group = group
 
 
+def device_of(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return where the optimizer's parameters are; the scaler's device if it has none."""
+    return scaler._check.device_of(optimizer)
+
+
 def set_grad_norm(scaler: GradScaler, norm: Tensor, max_norm: float) -> None:
     """A trainer has measured the true gradient's norm, 0-d float32, and clipped it to
     ``max_norm`` by itself."""

@@ -22,13 +22,13 @@ def of_part(part: str, name: str) -> Any:
     return property(read, write)
 
 
-def of_policy(part: str, name: str) -> Any:
-    """A property for one of the numbers of the policy that a part holds."""
+def of_policy(name: str) -> Any:
+    """A property for one of the numbers of a scaler's policy."""
 
     def read(scaler: Any) -> Any:
-        return getattr(getattr(scaler, part).policy, name)
+        return getattr(scaler.policy, name)
 
     def write(scaler: Any, value: Any) -> None:
-        getattr(scaler, part).change_policy(name, value)
+        scaler._change_policy(name, value)
 
     return property(read, write)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gradlift import schema
 from gradlift.policy import UNKNOWN, Dynamic, Policy, Predictive, ScaleState
@@ -123,6 +124,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
         forward: str | ForwardGuard | None = None,
     ) -> None:
+        settings.check_device(device, enabled)
         numbers = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -138,11 +140,8 @@ class GradScaler(torch.amp.GradScaler):
         settings.check_extras(
             model, allow_fp16_grads=allow_fp16_grads, clear_grads_on_skip=clear_grads_on_skip
         )
-        if enabled:
-            settings.check_device(device)
-        # torch's __init__ writes its defaults into parts, which are then replaced.
-        self._device_scale, self._steps = DeviceScale(Dynamic()), OptimizerSteps()
-        super().__init__(device, enabled=enabled)
+        super().__init__(device, enabled=False)  # or it would write numbers of its own
+        self._enabled = enabled and settings.is_usable(device)
         self._device_scale, self._steps = DeviceScale(chosen), OptimizerSteps()
         self._losses = LossFlags()
         self._overflows = OverflowReport(model)
@@ -166,6 +165,7 @@ class GradScaler(torch.amp.GradScaler):
             self._agreement,
             self._outcome,
             self._search,
+            self._device if self._enabled else "cpu",
             self._clear_grads_on_skip,
         )
         if self._enabled and isinstance(self.policy, Predictive):
@@ -179,9 +179,14 @@ class GradScaler(torch.amp.GradScaler):
     _init_scale = of_part("_device_scale", "init_scale")
     _init_growth_tracker = of_part("_device_scale", "init_growth_tracker")
     _per_optimizer_states = of_part("_steps", "entries")
-    _growth_factor = of_policy("_device_scale", "growth_factor")
-    _backoff_factor = of_policy("_device_scale", "backoff_factor")
-    _growth_interval = of_policy("_device_scale", "growth_interval")
+    _growth_factor = of_policy("growth_factor")
+    _backoff_factor = of_policy("backoff_factor")
+    _growth_interval = of_policy("growth_interval")
+
+    def _change_policy(self, name: str, value: Any) -> None:
+        """Set one of the policy's numbers under torch's name for it."""
+        if self._enabled or isinstance(self.policy, Dynamic):
+            self._device_scale.change_policy(name, value)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._device_scale.make(dev)
@@ -549,8 +554,13 @@ class GradScaler(torch.amp.GradScaler):
 
         Call it after ``update``, where ``scheduler.step()`` was. Where the optimizer decides on
         the GPU (fused, or with ``max_norm``) nothing waits for it: a skipped step holds the
-        scheduler back 8 calls later.
+        scheduler back 8 calls later. A ``ReduceLROnPlateau`` counts the metrics it is given, and
+        no steps: it advances at every call.
         """
+        after_step.check_scheduler(scheduler, args)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(*args)
+            return
         clock = self._clocks.of(scheduler)
         skipped = self._outcome.skip_of(getattr(scheduler, "optimizer", None))
         if skipped is None:

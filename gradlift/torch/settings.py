@@ -24,7 +24,11 @@ from gradlift.policy import (
     check_steps,
 )
 from gradlift.torch.forward.guard import ForwardGuard
+from gradlift.troubleshooting import warn
 from gradlift.zhao2019 import resolve
+
+# torch's sentence.
+NO_CUDA = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
 
 
 def _own(value: Any) -> Any:
@@ -44,14 +48,24 @@ def device_of(model: nn.Module | None) -> str:
     return "cuda" if first is None or first.device.type == "meta" else first.device.type
 
 
-def check_device(device: Any) -> None:
-    """Refuses the name of a device that there cannot be; torch's class takes any."""
+def check_device(device: Any, enabled: bool) -> None:
+    """Refuse what is no device, and of an enabled scaler the name of one that there cannot be;
+    torch's class takes any."""
+    wanted = "device must be a device type, such as 'cuda', got"
     if isinstance(device, nn.Module):
         raise ValueError(
-            f"device must be a device type, such as 'cuda', got {type(device).__name__!r}: "
-            "GradScaler takes the model as model="
+            f"{wanted} {type(device).__name__!r}: GradScaler takes the model as model="
         )
-    if not isinstance(device, str):
+    if isinstance(device, (int, float)) and not isinstance(device, bool):
+        raise ValueError(
+            f"{wanted} {device!r}: a scale goes by its name, init_scale={device!r} "
+            "(torch.cuda.amp's class took it first, torch.amp's and this one take the device)"
+        )
+    if isinstance(device, (Static, Dynamic, Predictive)):
+        raise ValueError(f"{wanted} {device!r}: a policy goes by its name, policy=")
+    if not isinstance(device, (str, torch.device)):
+        raise ValueError(f"{wanted} {device!r}")
+    if not enabled or not isinstance(device, str):
         return
     try:
         torch.device(device)
@@ -60,6 +74,15 @@ def check_device(device: Any) -> None:
             f"device must be a device type that torch knows: 'cuda' for NVIDIA and AMD GPUs, "
             f"'cpu', or that of another accelerator, got {device!r}"
         ) from None
+
+
+def is_usable(device: Any) -> bool:
+    """Return whether a scaler for ``device`` can be enabled; warns, as torch's class does, where
+    it is ``"cuda"`` and there is none."""
+    if device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+        warn(NO_CUDA, "cuda-is-not-available", UserWarning)
+        return False
+    return True
 
 
 def forward_guard(forward: Any, model: torch.nn.Module | None) -> ForwardGuard | None:

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from gradlift.torch import for_trainers
 from gradlift.torch.scaler import GradScaler
-from gradlift.torch.step import closures, grads
+from gradlift.torch.step import closures
 
 
 class UnevenInputs(Joinable):
@@ -68,14 +68,14 @@ class UnevenInputs(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return grads.local(self.optimizers[0].param_groups[0]["params"][0].detach()).device
+        return for_trainers.device_of(self.scaler, self.optimizers[0])
 
     @property
     def join_process_group(self) -> Any:
         return for_trainers.process_group(self.scaler)
 
 
-UNSCALE, STEP, UPDATE = range(1, 4)
+UNSCALE, STEP, UPDATE, SET = range(1, 5)
 _KINDS = {"unscale_": UNSCALE, "step": STEP, "update": UPDATE}
 
 
@@ -83,9 +83,9 @@ class _Calls:
     """What the ranks that train call on their scaler, told to those that do not.
 
     A rank without a batch has to send what the others send and cannot know it: which optimizers
-    step, in which order, which are unscaled first, what they are clipped to. So, as long as the
-    ``Join`` lasts, each such call begins with three numbers to all ranks. The methods are those of
-    this one scaler.
+    step, in which order, which are unscaled first, what they are clipped to, what the scale is
+    set to. So, as long as the ``Join`` lasts, each such call begins with three numbers to all
+    ranks. The methods are those of this one scaler.
     """
 
     def __init__(self, inputs: UnevenInputs) -> None:
@@ -93,6 +93,9 @@ class _Calls:
         self._scaler, self._optimizers = inputs.scaler, inputs.optimizers
         # Inside a call that was told, or on a rank that only repeats what it was told.
         self._is_told = False
+        self._in_closure: dict[str, Any] | None = None
+        """The keywords of a ``step`` with a closure. It is told when the closure's gradients are
+        there: its forward pass comes first."""
 
     def begin(self) -> None:
         """Tell of every call from now on."""
@@ -113,19 +116,31 @@ class _Calls:
             if self._is_told or inputs is None or not inputs._join_config.enable:
                 return method(*args, **kwargs)
             if name == "step" and closures.split(args[1:], kwargs)[0] is not None:
-                # Its forward pass comes first, and its gradients are unscaled by a call of its own.
-                if kwargs.get("max_norm") is not None:
-                    raise ValueError(
-                        f"step() with a closure and max_norm={kwargs['max_norm']!r} cannot be "
-                        "followed by a rank whose inputs have run out: clip inside the closure, or "
-                        "step without one"
-                    )
-                return method(*args, **kwargs)
-            self._tell(name, args, kwargs)
+                return self._step_with_closure(method, args, kwargs)
+            if name == "unscale_" and self._in_closure is not None:
+                self._tell("step", args, self._in_closure)
+            else:
+                self._tell(name, args, kwargs)
             with self.told():
                 return method(*args, **kwargs)
 
         return call
+
+    def _step_with_closure(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        optimizer = args[0] if args else kwargs["optimizer"]
+        if kwargs.get("retries") or not closures.evaluates_once(optimizer):
+            raise ValueError(
+                f"step() of {type(optimizer).__name__} with retries={kwargs.get('retries', 0)!r} "
+                "cannot be followed by a rank whose inputs have run out: inside Join evaluate a "
+                "closure only once, with an optimizer of torch's that does and without retries"
+            )
+        self._in_closure = kwargs
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._in_closure = None
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -137,8 +152,12 @@ class _Calls:
             self._is_told = False
 
     def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        place = 0
-        if name != "update":
+        kind, place, number = _KINDS[name], 0, kwargs.get("max_norm") or 0.0
+        if name == "update":
+            new_scale = args[0] if args else kwargs.get("new_scale")
+            if new_scale is not None:
+                kind, number = SET, max(0.0, float(new_scale))  # 0 for a NaN
+        else:
             optimizer = args[0] if args else kwargs["optimizer"]
             known = [one is optimizer for one in self._optimizers]
             if not any(known):
@@ -147,12 +166,12 @@ class _Calls:
                     "optimizers that step with the scaler, UnevenInputs(scaler, first, second)"
                 )
             place = known.index(True)
-        self._shared([_KINDS[name], place, kwargs.get("max_norm") or 0.0])
+        self._shared([kind, place, number])
 
     def next_call(self) -> tuple[int, int, float | None]:
-        """What the others call next: its kind, which optimizer, and ``max_norm``."""
-        kind, place, max_norm = self._shared([0.0, 0.0, 0.0]).tolist()
-        return int(kind), int(place), max_norm or None
+        """What the others call next: its kind, which optimizer, and ``max_norm`` or the scale."""
+        kind, place, number = self._shared([0.0, 0.0, 0.0]).tolist()
+        return int(kind), int(place), number or None
 
     def _shared(self, mine: list[float]) -> torch.Tensor:
         inputs = self._inputs()
@@ -174,15 +193,19 @@ class _EmptySteps(JoinHook):
             optimizer.zero_grad(set_to_none=True)
         scaler.scale(torch.zeros((), device=self._inputs.join_device))
         while True:
-            kind, place, max_norm = calls.next_call()
+            kind, place, number = calls.next_call()
             with calls.told():
                 if kind == UPDATE:
                     scaler.update()
                     return
+                if kind == SET:
+                    # A tensor: one that is no usable scale leaves it as it is, here as there.
+                    scaler.update(torch.tensor(number or 0.0, device=self._inputs.join_device))
+                    return
                 if kind == UNSCALE:
                     scaler.unscale_(optimizers[place])
                 else:
-                    scaler.step(optimizers[place], max_norm=max_norm)
+                    scaler.step(optimizers[place], max_norm=number)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._calls.end()

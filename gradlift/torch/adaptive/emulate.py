@@ -118,7 +118,7 @@ class Emulation:
         """Says once what is not rounded."""
         if not self._told:
             self._told = True
-            warn(f"gradlift: emulate {what}", "emulate-rounds-nothing", UserWarning, stacklevel=5)
+            warn(f"gradlift: emulate {what}", "emulate-rounds-nothing", UserWarning)
 
     def begin_random(self, step: int) -> None:
         """Starts a step's random numbers, which follow from torch's seed and the step."""

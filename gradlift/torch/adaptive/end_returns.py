@@ -183,7 +183,6 @@ class EndReturns:
                 f"gradlift: {MIXED}",
                 "another-backward-pass-added-to-gradients",
                 UserWarning,
-                stacklevel=2,
             )
         self._off = True
         for leaf in leaves:

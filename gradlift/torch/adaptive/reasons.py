@@ -44,5 +44,4 @@ class Reasons:
                 f"gradlift: {sentence}",
                 "gradients-stay-at-the-global-scale",
                 UserWarning,
-                stacklevel=3,
             )

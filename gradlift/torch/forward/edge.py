@@ -68,5 +68,4 @@ class OutputPeaks:
                 f"gradlift: close to float16's largest number, 65504: the output of "
                 f'{", ".join(named[:4])}{more}; forward="mend" mends what goes beyond it',
                 "close-to-float16s-largest-number",
-                stacklevel=5,
             )

@@ -85,7 +85,6 @@ class CauseSearch:
                 f"gradlift: the state was saved with modules mended ({', '.join(mended)}), and "
                 'this scaler has no guard: give it forward="mend", or they may overflow again',
                 "the-state-was-saved-with-modules-mended",
-                stacklevel=4,
             )
 
     # In the order of a step.
@@ -148,7 +147,6 @@ class CauseSearch:
             warn(
                 f"gradlift: ForwardGuard runs these modules mended from now on: {names}",
                 "forwardguard-runs-these-modules-mended",
-                stacklevel=4,
             )
         elif self._more:
             self._more -= 1
@@ -178,7 +176,7 @@ class CauseSearch:
             return
         self._more = self._follows = 0
         self.last = self.found_now = found
-        warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan", stacklevel=4)
+        warn(f"gradlift: {self.last}", "a-module-made-inf-or-nan")
 
     def end_step(self) -> None:
         """The step is over, and what was on for it ends with it."""

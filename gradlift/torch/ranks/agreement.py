@@ -140,6 +140,8 @@ class Agreement:
         squares: ownership.Squares | None = None,
         dropped: message.Dropped | None = None,
         largest: float | Tensor | None = None,
+        max_norm: float | None = None,
+        retries: int = 0,
     ) -> message.Exchange:
         """Begin an agreement over what a check found.
 
@@ -147,7 +149,8 @@ class Agreement:
             found_inf: 0-d float32 on the scaler's device.
             bad_loss: likewise, or None.
             state: the scale and its trackers, which must be equal on all ranks.
-            settings: a hash of the policy and of ``max_norm``, which must be too.
+            settings: a hash of the policy, which must be too; so must ``max_norm``, what is clipped
+                to, and ``retries``.
             squares: this rank's part of the squared norm; None if the norm is not wanted.
             dropped: what was given up since the last update; None if nothing was.
             largest: the largest gradients of this rank, still scaled; None if not measured.
@@ -170,14 +173,16 @@ class Agreement:
                 None if added is None else added.columns(),
                 dropped,
                 largest,
+                max_norm,
+                retries,
             ),
         )
 
-    def propose_norm(self, squares: ownership.Squares, settings: int) -> message.Exchange:
-        """Begin an agreement over a norm alone; ``settings`` must be equal on all ranks."""
+    def propose_norm(self, squares: ownership.Squares, max_norm: float | None) -> message.Exchange:
+        """Begin an agreement over a norm alone; ``max_norm`` must be equal on all ranks."""
         assert self.ranks is not None
         zero = torch.zeros((), device=squares.sums.device)
-        mine = message.Mine(zero, None, zero, zero, settings, 0, 0, *squares)
+        mine = message.Mine(zero, None, zero, zero, 0, 0, 0, *squares, max_norm=max_norm)
         return message.Exchange(self.ranks, mine)
 
     # Settle.

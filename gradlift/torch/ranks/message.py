@@ -3,8 +3,8 @@
 Each rank writes a row of numbers into a table that is zero elsewhere; the sum of the tables is the
 table of all rows. Adding zeros is exact, so the ranks hold the same bits whatever the order of the
 sum, and derive the same decision from them. A row also names what must be equal (the scale, its
-growth tracker, the settings, checkpoints loaded, the plan), so that a difference is met by a skip
-on all ranks and told with its rank.
+growth tracker, the settings, the arguments of step, checkpoints loaded, the plan), so that a
+difference is met by a skip on all ranks and told with its rank.
 
 Squares of the gradient's norm come in three columns, so that each element counts once: those that
 this rank alone answers for, those of plain gradients, of which every rank holds a copy, and those
@@ -24,10 +24,10 @@ from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.step.grads import has_float64
 from gradlift.troubleshooting import see
 
-# A row. The last seven must be equal on all ranks.
+# A row. The last nine must be equal on all ranks.
 FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY, DROPPED_FOUND, DROPPED_BAD, LARGEST = range(9)
-SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES = range(9, 16)
-COLUMNS = 16
+SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES, MAX_NORM, RETRIES = range(9, 18)
+COLUMNS = 18
 SQUARES = slice(OWN, COPY)
 
 ABSENT = -1.0
@@ -40,9 +40,11 @@ bits, parameters that are no copies by far more."""
 _NAMES = {
     SCALE: "the scale",
     TRACKER: "the growth tracker",
-    SETTINGS: "the policy's numbers or max_norm (as a hash)",
+    SETTINGS: "the policy's numbers (as a hash)",
     LOADS: "the number of checkpoints loaded",
     PLAN: "the plan (as a hash)",
+    MAX_NORM: "max_norm of step()",
+    RETRIES: "retries of step() (none where a loss was scaled outside the closure)",
 }
 
 
@@ -80,6 +82,9 @@ class Mine(NamedTuple):
     largest: float | Tensor | None = None
     """The largest gradients, still scaled: a number, or float32 of any shape; None if no rank
     measures them."""
+    max_norm: float | None = None
+    """What is clipped to, if the norm is wanted for that."""
+    retries: int = 0
 
 
 class Verdict(NamedTuple):
@@ -126,8 +131,11 @@ def _write(row: Tensor, mine: Mine) -> None:
     parts = [mine.found_inf, bad_loss, mine.scale, mine.growth_tracker]
     for column, part in zip((FOUND, BAD_LOSS, SCALE, TRACKER), parts, strict=True):
         row[column].copy_(part)
-    for column, number in ((SETTINGS, mine.settings), (LOADS, mine.loads), (PLAN, mine.plan)):
-        row[column].fill_(number)
+    numbers = {SETTINGS: mine.settings, LOADS: mine.loads, PLAN: mine.plan}
+    numbers |= {MAX_NORM: mine.max_norm, RETRIES: mine.retries}
+    for column, number in numbers.items():
+        if number:  # the row is zero, and each is a launch
+            row[column].fill_(number)
     if mine.dropped is not None:
         row[DROPS].fill_(mine.dropped.drops)
         row[REFUSES].fill_(mine.dropped.refuses)
@@ -194,11 +202,15 @@ def difference(rows: list[list[float]], ranks: Ranks) -> str:
         if len(set(values)) > 1:
             usual = max(values, key=values.count)
             odd = [(ranks.members[i], v) for i, v in enumerate(values) if v != usual]
-            told = ", ".join(f"{value:.10g} on rank {rank}" for rank, value in odd[:8])
+            none = {0.0: "None"} if column == MAX_NORM else {}
+            told = ", ".join(
+                f"{none.get(value, f'{value:.10g}')} on rank {rank}" for rank, value in odd[:8]
+            )
             more = f" and {len(odd) - 8} more" if len(odd) > 8 else ""
             rest = [ranks.members[i] for i, v in enumerate(values) if v == usual]
             return (
-                f"gradlift: {name} differs between ranks: {told}{more}, {usual:.10g} on "
+                f"gradlift: {name} differs between ranks: {told}{more}, "
+                f"{none.get(usual, f'{usual:.10g}')} on "
                 f"{listed(rest)}. No weight has moved. Give all ranks the same settings, load "
                 "the same checkpoint on all of them, and call update() equally often"
                 + see("differs-between-ranks")

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from gradlift.torch.step.readback import InFlight, capturing, moved_to
@@ -67,11 +68,6 @@ class SchedulerClocks:
 
     def of(self, scheduler: Any) -> SchedulerClock:
         """The clock of ``scheduler``, made at the first call."""
-        if isinstance(scheduler, torch.optim.Optimizer):
-            raise ValueError(
-                "step_scheduler takes the scheduler, made with torch.optim.lr_scheduler; got the "
-                f"optimizer, {type(scheduler).__name__}"
-            )
         clock = self._clocks.get(scheduler)
         if clock is None:
             place = len(self._clocks)
@@ -89,6 +85,18 @@ class SchedulerClocks:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["loaded"])
+
+
+def check_scheduler(scheduler: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what ``step_scheduler`` cannot use."""
+    is_optimizer = isinstance(scheduler, torch.optim.Optimizer)
+    if is_optimizer or not callable(getattr(scheduler, "step", None)):
+        raise ValueError(
+            "step_scheduler takes the scheduler, made with torch.optim.lr_scheduler; got "
+            f"{'the optimizer, ' if is_optimizer else ''}{type(scheduler).__name__}"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau) and not args:
+        raise ValueError("ReduceLROnPlateau goes by a metric: step_scheduler(scheduler, metric)")
 
 
 def _value(flag: InFlight | bool) -> bool:

@@ -52,10 +52,10 @@ class Alarms:
         """
         seen, self._seen = self._seen, counts
         if counts[BAD_LOSS] > seen[BAD_LOSS]:
-            self._say_once(BAD_LOSS_ADVICE, "the-loss-is-inf-or-nan", 5)
+            self._say_once(BAD_LOSS_ADVICE, "the-loss-is-inf-or-nan")
         if counts[FLOOR] > seen[FLOOR]:
             policy = scaler.policy
-            say = partial(self._say_once, anchor=floor.AT_FLOOR, stacklevel=5)
+            say = partial(self._say_once, anchor=floor.AT_FLOOR)
             floor.act(policy.on_floor, lambda: _at_floor(scaler), scaler, say)
         more = counts[CONSECUTIVE] > seen[CONSECUTIVE]
         if self._limit is not None and more and counts[CONSECUTIVE] >= self._limit:
@@ -66,10 +66,10 @@ class Alarms:
                 f"{see('steps-in-a-row-were-skipped')}"
             )
 
-    def _say_once(self, message: str, anchor: str, stacklevel: int) -> None:
+    def _say_once(self, message: str, anchor: str) -> None:
         if anchor not in self._said:
             self._said.add(anchor)
-            warn(message, anchor, stacklevel=stacklevel)
+            warn(message, anchor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_limit": self._limit, "_said": self._said}

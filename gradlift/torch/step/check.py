@@ -53,6 +53,7 @@ class GradCheck:
         agreement: the ranks.
         outcome: where the norm goes.
         search: what looks for the cause of broken steps.
+        home: where the ranks' messages travel for an optimizer without parameters.
         clears: whether a skip sets the gradients to zero.
     """
 
@@ -65,11 +66,12 @@ class GradCheck:
         agreement: Agreement,
         outcome: Outcome,
         search: CauseSearch,
+        home: str,
         clears: bool = False,
     ) -> None:
         self.scale, self.steps, self.losses = scale, steps, losses
         self.overflows, self.agreement, self.outcome = overflows, agreement, outcome
-        self.search, self.clears = search, clears
+        self.search, self.home, self.clears = search, home, clears
         self.meter: LargestGradients | None = None
         """Measures the largest gradient, where the scale goes by it."""
         self.shared = SharedGradients()
@@ -81,10 +83,14 @@ class GradCheck:
         A stage of a pipeline that never sees the loss never calls ``scale``; what is in its
         gradients was scaled by another rank, and its own scale is made here.
         """
+        if not hasattr(optimizer, "param_groups"):
+            raise ValueError(
+                f"{caller}() takes the optimizer, made with torch.optim, got "
+                f"{type(optimizer).__name__!r}"
+            )
         if self.agreement.join(optimizer) is not None:
             if self.scale.scale is None:
-                param = next(grads.parameters(optimizer))
-                self.scale.make(grads.local(param.detach()).device)
+                self.scale.make(self.device_of(optimizer))
             if not torch.compiler.is_compiling():
                 with torch.no_grad():
                     ownership.sum_partials_(optimizer)
@@ -93,6 +99,11 @@ class GradCheck:
         if self.search.under_way is not None:
             found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
             self.search.end(found, self._share_cause)
+
+    def device_of(self, optimizer: torch.optim.Optimizer) -> torch.device:
+        """Return where the optimizer's parameters are; where messages travel if it has none."""
+        param = next(grads.parameters(optimizer), None)
+        return torch.device(self.home) if param is None else grads.local(param.detach()).device
 
     def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
         ranks = self.agreement.ranks
@@ -222,7 +233,12 @@ class GradCheck:
 
     # Agree.
 
-    def ask(self, known: OptimizerStep, measured: torch.optim.Optimizer | None = None) -> None:
+    def ask(
+        self,
+        known: OptimizerStep,
+        measured: torch.optim.Optimizer | None = None,
+        retries: int = 0,
+    ) -> None:
         """Begin the agreement of the ranks over what this one found; ``found`` ends it.
 
         Every ``step`` asks once, also after ``unscale_``: whether gradients still lie unscaled, or
@@ -231,10 +247,15 @@ class GradCheck:
         Args:
             known: what is known of the optimizer.
             measured: the optimizer, if the norm of its gradients is wanted.
+            retries: how often a closure may be evaluated again.
         """
         if self.agreement.ranks is not None:
             squares = None if measured is None else self._squares(measured, self.scale.device)
-            known.exchange = self.propose(known, self._found_here(known), squares)
+            if squares is not None and known.unscaled_in_step:
+                # Other ranks may step in a way that measures them before they are unscaled.
+                scale = self.scale.require("step").scale.to(squares.sums.dtype)
+                squares = squares._replace(sums=squares.sums * scale.square())
+            known.exchange = self.propose(known, self._found_here(known), squares, retries)
 
     def _found_here(self, known: OptimizerStep) -> Tensor:
         flags = [*known.entry["found_inf_per_device"].values()]
@@ -249,20 +270,24 @@ class GradCheck:
         return self.agreement.ownership.squares(optimizer, *collected, home)
 
     def propose(
-        self, known: OptimizerStep, found_inf: Tensor, squares: ownership.Squares | None
+        self,
+        known: OptimizerStep,
+        found_inf: Tensor,
+        squares: ownership.Squares | None,
+        retries: int = 0,
     ) -> message.Exchange:
         """Begin an agreement of the ranks; ``found_inf`` is 0-d float32 on the scaler's device."""
         state = self.scale.require("step")
         # What the gradients are clipped to counts where they are measured for that.
         limit = None if squares is None else self.outcome.max_norm
-        settings = self.scale.settings_hash(limit)
+        settings = self.scale.settings_hash()
         dropped = None
         if known.drops or known.refusal is not None:
             found, bad = known.dropped or (self.scale.zero, self.scale.zero)
             dropped = message.Dropped(known.drops, known.refusal is not None, found, bad)
         largest = UNKNOWN if known.largest is None and self.meter is not None else known.largest
         return self.agreement.propose(
-            found_inf, known.bad_loss, state, settings, squares, dropped, largest
+            found_inf, known.bad_loss, state, settings, squares, dropped, largest, limit, retries
         )
 
     def found(self, known: OptimizerStep) -> Tensor:
@@ -280,6 +305,8 @@ class GradCheck:
                 known.dropped = message.dropped(verdict.rows)
             if exchange.measured:
                 known.norm = verdict.norm
+                if known.unscaled_in_step:
+                    known.norm = verdict.norm / self.scale.require("step").scale
             refusal, known.refusal = known.refusal, None
             if refusal is not None and not bool(verdict.disputed):  # or it is all ranks' error
                 raise RuntimeError(refusal)
@@ -372,9 +399,8 @@ class GradCheck:
             return norm
         if self.scale.scale is None:  # the scaler is disabled: nothing was checked
             ownership.sum_partials_(optimizer)
-            device = grads.local(next(grads.parameters(optimizer)).detach()).device
-            settings = self.scale.settings_hash(self.outcome.max_norm)
-            exchange = self.agreement.propose_norm(self._squares(optimizer, device), settings)
+            squares = self._squares(optimizer, self.device_of(optimizer))
+            exchange = self.agreement.propose_norm(squares, self.outcome.max_norm)
         else:
             squares = self._squares(optimizer, self.scale.device)
             exchange = self.propose(known, self._found_here(known), squares)

@@ -54,7 +54,9 @@ class ClosureStep:
 
     def __init__(self, call: StepCall, closure: Closure, retries: int) -> None:
         self._call, self._check, self._optimizer = call, call.check, call.optimizer
-        self._closure, self._retries = closure, retries
+        self._closure = closure
+        # Gradients that were made at this scale would be wrong at a lower one.
+        self._retries = 0 if call.check.losses.outside else retries
 
     def run(self) -> Any:
         """What ``optimizer.step(closure)`` returns, or None when the step was skipped."""
@@ -77,7 +79,7 @@ class ClosureStep:
                 first.clear()
                 return self._evaluate()
 
-            snapshot = None if _evaluates_once(optimizer) else _Snapshot(optimizer)
+            snapshot = None if evaluates_once(optimizer) else _Snapshot(optimizer)
             return optimizer.step(again, *self._call.args, **self._call.kwargs)
         except _Overflow:
             if snapshot is not None:
@@ -115,8 +117,10 @@ class ClosureStep:
         known = self._check.steps.of(optimizer)
         known.entry["stage"] = OptState.READY
         known.in_step, known.is_reported = True, False
+        known.unscaled_in_step = True
         self._call.unscale(optimizer)
-        self._check.ask(known)
+        measured = None if self._call.max_norm is None else optimizer
+        self._check.ask(known, measured, self._retries)
         outcome = self._check.outcome
         outcome.found_inf = self._check.found(known)
         if not known.entry["found_inf_per_device"]:
@@ -132,12 +136,9 @@ class ClosureStep:
         return loss, overflow
 
     def _lower(self) -> bool:
-        """Back off now; False where a lower scale cannot be had, would not help, or would put
-        other gradients wrong that were made at this one."""
+        """Back off now; False where a lower scale cannot be had or would not help."""
         bad_loss = self._check.steps.of(self._optimizer).bad_loss
-        if self._check.losses.outside or (bad_loss is not None and bool(bad_loss)):
-            return False
-        return self._check.scale.lower_()
+        return (bad_loss is None or not bool(bad_loss)) and self._check.scale.lower_()
 
 
 def _fingerprint(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
@@ -150,7 +151,8 @@ def _fingerprint(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
     return marks
 
 
-def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
+def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step(closure)`` is known to call the closure once."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
 

@@ -211,10 +211,9 @@ class DeviceScale:
         tracker = self.hysteresis_tracker
         return self.init_hysteresis_tracker if tracker is None else int(tracker)
 
-    def settings_hash(self, max_norm: float | None) -> int:
-        """Of the policy and of what is clipped to, from 0 to 2**52; of numbers, hence the same in
-        every process."""
-        return hash((*numbers(self.policy), -1.0 if max_norm is None else float(max_norm))) % 2**52
+    def settings_hash(self) -> int:
+        """Of the policy, from 0 to 2**52; of numbers, hence the same in every process."""
+        return hash(numbers(self.policy)) % 2**52
 
     # Checkpoints.
 

@@ -63,7 +63,7 @@ def run_with_scaler(call: StepCall, scaler: Any) -> Any:
             f"{type(optimizer).__name__} unscales by itself and cannot be given max_norm: "
             "call unscale_() and clip_grad_norm_() before step()"
         )
-    warn(SCALER_AS_ARGUMENT, "step-of-an-optimizer-with-grad_scaler", FutureWarning, stacklevel=4)
+    warn(SCALER_AS_ARGUMENT, "step-of-an-optimizer-with-grad_scaler", FutureWarning)
     result = optimizer.step(*call.args, **{**call.kwargs, "grad_scaler": scaler})
     check.ask(known)
     check.outcome.found_inf = check.found(known)

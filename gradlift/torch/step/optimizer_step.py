@@ -32,9 +32,11 @@ class OptimizerStep:
     exchange: Exchange | None = None
     """The agreement of the ranks over what the check found, while it is under way."""
     norm: Tensor | None = None
-    """0-d float64: the norm over all ranks of the gradients as they were checked."""
+    """0-d float64: the norm over all ranks of the gradients as they lie."""
     in_step: bool = False
     """Whether the check is part of ``step``, where the flag is read right after it."""
+    unscaled_in_step: bool = False
+    """Whether ``step`` has divided these gradients by the scale, and not the user before it."""
     is_reported: bool = False
     """Whether the overflow report has seen these gradients."""
     largest: Largest | None = None

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gradlift.torch.step.grads import parameters
+from gradlift.torch.two_pass.optimizer_state import HandOver
 
 
 def is_stock(optimizer: torch.optim.Optimizer) -> bool:
@@ -21,11 +23,24 @@ def is_stock(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """``optimizer.step()`` unless ``found_inf`` (0-d float32) is set, as one traceable piece.
+def refuse_users_code(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where ``optimizer.step()`` runs code of the user's, which would not be traced."""
+    hooks = [
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
+    replaced = "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if replaced or not all(isinstance(hook, HandOver) for hook in hooks):
+        raise RuntimeError(
+            "this optimizer has step hooks or a step() of its own, which a compiled scaler.step() "
+            "cannot run: call scaler.step() outside torch.compile, or remove them"
+        )
 
-    Hooks registered on the optimizer do not run: they cannot be traced either.
-    """
+
+def step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """``optimizer.step()`` unless ``found_inf`` (0-d float32) is set, as one traceable piece."""
     plain = inspect.unwrap(type(optimizer).step)
     fused = [group.get("fused") for group in optimizer.param_groups]
     with torch.no_grad():

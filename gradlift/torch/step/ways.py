@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from gradlift.torch.step import closures, fused, grads
 from gradlift.torch.step.check import GradCheck
 from gradlift.torch.step.step_call import StepCall
 from gradlift.torch.two_pass.cpu_passes import Measure
-from gradlift.torch.two_pass.two_pass import TwoPassStep
+from gradlift.torch.two_pass.master_weights import MasterWeights
+from gradlift.torch.two_pass.two_pass import TwoPassStep, step_hooks, users_code
 from gradlift.troubleshooting import see
 
 
@@ -49,14 +51,36 @@ def step(call: StepCall, scaler: Any) -> Any:
         return plain(call)
     if fused.takes_scaler(type(optimizer)):
         return fused.run_with_scaler(call, scaler)
-    return fused.run(call)
+    return plain(call) if _shows_gradients(call) else fused.run(call)
+
+
+def _shows_gradients(call: StepCall) -> bool:
+    """Return whether an optimizer that skips by itself shows its gradients to code of the user's,
+    which must then see them true and clipped, and no step that is skipped.
+
+    Without ``max_norm`` torch's own optimizers do as under torch's scaler, which shows them scaled.
+    """
+    optimizer, has_masters = call.optimizer, isinstance(call.optimizer, MasterWeights)
+    if call.max_norm is None and not has_masters:
+        return False
+    stock = has_masters or isinstance(optimizer, (Adam, AdamW, SGD, Adagrad))
+    reason = users_code(optimizer) if stock else step_hooks(optimizer)
+    if reason is not None and has_masters and call.known.entry["stage"] is OptState.READY:
+        found = [p.grad for p in grads.parameters(optimizer)]
+        if any(grad is not None and grad.dtype is torch.float16 for grad in found):
+            raise ValueError(
+                f"{reason}, which would see float16 gradients that still carry the scale: put it "
+                "on the optimizer inside, optimizer.inner, and let it use optimizer.masters, whose "
+                "gradients are float32 and true"
+            )
+    return reason is not None
 
 
 def plain(call: StepCall) -> Any:
     """An optimizer that cannot skip by itself: the host waits for the flag."""
     check, optimizer, known, max_norm = call[:4]
     if known.entry["stage"] is OptState.READY:
-        known.in_step = True
+        known.in_step = known.unscaled_in_step = True
         call.unscale(optimizer)
     check.ask(known, None if max_norm is None else optimizer)
     outcome = check.outcome
@@ -84,9 +108,11 @@ def traced(call: StepCall) -> Any:
     check, optimizer, known, max_norm = call[:4]
     if fused.supports(optimizer) and not traced_step.is_stock(optimizer):
         return fused.run(call)
+    traced_step.refuse_users_code(optimizer)
     if known.entry["stage"] is OptState.READY:
+        known.unscaled_in_step = True
         call.unscale(optimizer)
-    check.ask(known)
+    check.ask(known, None if max_norm is None else optimizer)
     found = check.outcome.found_inf = check.found(known)
     if max_norm is not None:
         check.clip_(optimizer, max_norm)
@@ -128,7 +154,7 @@ def can_take_two_passes(check: GradCheck, optimizer: torch.optim.Optimizer) -> b
     if fused.supports(optimizer) and passes.is_small():
         reason = "tensors too small to gain on the CPU"
     else:
-        reason = passes.gather()
+        reason = users_code(optimizer) or passes.gather()
         if reason is None and passes.grads.device != check.scale.device:
             reason = "the gradients are not on the loss's device"
     check.outcome.slow_step_reason = reason

@@ -140,6 +140,7 @@ class _Reading:
             raise Mismatch(wanted, master, *path)
         if not isinstance(master, Tensor):
             raise Mismatch("a tensor", master, *path)
+        _check_dense(master, path)
         if master.dtype != torch.float32:
             raise Mismatch("float32", master.dtype, *path)
         if master.shape != own.shape:
@@ -160,6 +161,8 @@ def _needed(kind: type[Optimizer], group: dict[str, Any]) -> list[str]:
 
 def _check_entry(name: str, value: Any, param: Tensor, path: tuple) -> None:
     least = 0.0 if name == "step" or str(name).endswith("avg_sq") else -math.inf
+    if isinstance(value, Tensor):
+        _check_dense(value, path)
     if name == "step" and isinstance(value, Tensor) and value.numel() == 1:
         schema.at(schema.number(0.0, schema.LARGEST), local(value.detach()).item(), *path)
     if isinstance(value, Tensor):
@@ -205,6 +208,7 @@ def _check_setting(value: Any, mine: Any, path: tuple) -> None:
     elif isinstance(value, Tensor):
         if value.numel() != 1 or not (path[-1] == "lr" or isinstance(mine, Tensor)):
             raise Mismatch(f"of the kind of {mine!r}", value, *path)
+        _check_dense(value, path)
         _check_finite(value, path)
     elif isinstance(mine, bool) or path[-1] in ("foreach", "fused"):
         # None for the latter two: torch chooses.
@@ -214,6 +218,18 @@ def _check_setting(value: Any, mine: Any, path: tuple) -> None:
         schema.at(schema.number(-_FLOAT32, _FLOAT32), value, *path)
     elif isinstance(mine, str) and not isinstance(value, str):
         raise Mismatch("a string", value, *path)
+
+
+def _check_dense(value: Tensor, path: tuple) -> None:
+    """Refuse a tensor whose numbers cannot be looked at."""
+    held = local(value.detach())
+    odd = "one on meta" if held.is_meta else "a nested one" if held.is_nested else None
+    if held.layout is not torch.strided:
+        odd = str(held.layout)
+    elif held.is_quantized:
+        odd = str(held.dtype)
+    if odd is not None:
+        raise Mismatch("a dense tensor with values", schema.Odd(odd), *path)
 
 
 def _check_finite(value: Tensor, path: tuple, least: float = -math.inf) -> None:

@@ -35,7 +35,8 @@ class MasterWeights(Optimizer):
     that are float32 already are updated as they are. ``state_dict()`` holds the masters, and
     loading it restores them bit for bit. Whatever else writes to the parameters (a model's state
     loaded after this was made, averaged weights swapped in, a mask) wins: a master keeps its own
-    bits only where the parameter is still the master rounded.
+    bits only where the parameter is still the master rounded. Under a scaler, register step hooks
+    on the optimizer inside, ``inner``: there they see the true gradients of the float32 masters.
 
     Examples:
         >>> model.half()

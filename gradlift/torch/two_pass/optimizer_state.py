@@ -242,7 +242,7 @@ class DeviceState:
 
 
 class HandOver:
-    """Step hook that hands the state over to torch; ``TwoPassStep`` runs all hooks but this."""
+    """Step hook that hands the state over to torch, whose ``step()`` runs it."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = weakref.ref(state)

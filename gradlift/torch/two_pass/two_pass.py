@@ -6,9 +6,10 @@ One step, in pseudo-code; ``TwoPassStep`` has the same shape::
     measure:  found_inf |= any gradient not finite; norm of the true gradient
     update:   unless found_inf: parameter, state = rule(gradient * clip / scale)
 
-The optimizer stays what it is: its ``state`` has torch's keys, shapes and dtypes, its hooks run,
-its hyperparameters are read in every step. Optimizers, dtypes and layouts not known here are
-refused with a reason, and the caller takes torch's own way.
+The optimizer stays what it is: its ``state`` has torch's keys, shapes and dtypes, its
+hyperparameters are read in every step. Optimizers, dtypes and layouts not known here are refused
+with a reason, and the caller takes torch's own way. So is an optimizer whose ``step()`` runs code
+of the user's (``users_code``): that code must see true gradients, and no skipped step.
 
 A skip is decided on the device, so nobody on the host knows whether a step was taken, and
 anything the host would count could be wrong. Therefore what torch keeps on the CPU lives on the
@@ -22,6 +23,7 @@ the skipped steps never were, and a value read from ``optimizer.state`` is right
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from importlib.util import find_spec
 from itertools import chain
@@ -52,6 +54,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = 4096
 """Elements a tensor, on average, from which on two passes are faster on the CPU."""
 _UNREADY = "gather() has to come first"
+_OWN_FILES = tuple(os.path.join(os.path.dirname(f), "") for f in (torch.__file__, __file__))
+"""Where torch's ``step()`` is, and that of ``MasterWeights``."""
 
 
 class TwoPassStep:
@@ -181,24 +185,13 @@ class TwoPassStep:
         norm: Tensor,
         max_norm: float,
     ) -> None:
-        """Pass 2, with the optimizer's step hooks around it; see ``cpu_passes.update``.
-
-        Hooks run whether or not the device skips, and see the gradients as backward left them,
-        as they do with a fused optimizer under torch's scaler.
-        """
+        """Pass 2, as profilers and schedulers expect it of a step; see ``cpu_passes.update``."""
         outer = self._outer()
         assert outer is not None
         name = f"Optimizer.step#{type(outer).__name__}.step"
         with torch.autograd.profiler.record_function(name):
-            if self._run_pre_hooks(outer):
-                reason = self.gather()
-                if reason is not None:
-                    raise RuntimeError(f"an optimizer step hook left what cannot be used: {reason}")
             self.apply(scale, found_inf, norm, max_norm)
-            for hook in chain(
-                outer._optimizer_step_post_hooks.values(),
-                _global_optimizer_post_hooks.values(),
-            ):
+            for hook in _global_optimizer_post_hooks.values():  # the profiler's
                 hook(outer, (outer,), {})
         # What the wrapper of a learning-rate scheduler would have noted.
         outer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,7 +204,7 @@ class TwoPassStep:
         norm: Tensor,
         max_norm: float,
     ) -> None:
-        """``update`` without the hooks; lets go of the gradients, as torch's own step does."""
+        """``update`` alone; lets go of the gradients, as torch's own step does."""
         assert self._grads is not None, _UNREADY
         assert self._table is not None, _UNREADY
         hypers = self._held_hypers()
@@ -280,19 +273,6 @@ class TwoPassStep:
                 held[HYPERS * index].copy_(lr.reshape(()))
         return held
 
-    def _run_pre_hooks(self, outer: Optimizer) -> bool:
-        hooks = [
-            hook
-            for hook in chain(
-                _global_optimizer_pre_hooks.values(),
-                outer._optimizer_step_pre_hooks.values(),
-            )
-            if not isinstance(hook, HandOver)
-        ]
-        for hook in hooks:
-            hook(outer, (outer,), {})
-        return bool(hooks)
-
 
 _STEPS: weakref.WeakKeyDictionary[Optimizer, TwoPassStep] = weakref.WeakKeyDictionary()
 
@@ -304,14 +284,46 @@ def _in_order_of(owner: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(owner, dtype=grad.dtype).copy_(grad)
 
 
+def users_code(optimizer: Optimizer) -> str | None:
+    """Return which code of the user's runs in ``optimizer.step()``; None if none does."""
+    return step_hooks(optimizer) or _replaced(optimizer)
+
+
+def step_hooks(optimizer: Optimizer) -> str | None:
+    """Return whose hooks run in ``optimizer.step()``; None if nobody's do."""
+    for hook in chain(_global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values()):
+        if getattr(hook, "__module__", None) != "torch.profiler":  # which counts steps
+            return "there are step hooks for all optimizers"
+    return _own_hooks(optimizer)
+
+
+def _own_hooks(optimizer: Optimizer) -> str | None:
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values()
+    )
+    if all(isinstance(hook, HandOver) for hook in hooks):
+        return None
+    return f"{type(optimizer).__name__} has step hooks"
+
+
+def _replaced(optimizer: Optimizer) -> str | None:
+    # Layer by layer: torch wraps step() for hooks, and a learning-rate scheduler to see it called.
+    step: Any = optimizer.step
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or not code.co_filename.startswith(_OWN_FILES):
+            return f"step() of {type(optimizer).__name__} has been replaced"
+        step = getattr(step, "__wrapped__", None)
+    return None
+
+
 def _refuse_optimizer(optimizer: Optimizer, outer: Optimizer) -> str | None:
     if type(optimizer) not in (Adam, AdamW, SGD):
         return f"the optimizer is a {type(optimizer).__name__}"
-    for each in (optimizer, outer):
-        step = vars(each).get("step")
-        # A learning-rate scheduler wraps step() on the instance to note that it was called.
-        if step is not None and getattr(step, "__wrapped__", None) is not type(each).step:
-            return "step() of this optimizer has been replaced"
+    if outer is not optimizer:
+        reason = _own_hooks(optimizer) or _replaced(optimizer)
+        if reason is not None:
+            return reason
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "differentiable=True"
