@@ -15,7 +15,6 @@ import keras
 
 from gradlift.floor import react
 from gradlift.keras.optimizer import LossScaleOptimizer
-from gradlift.troubleshooting import warn
 
 ops: Any = keras.ops
 
@@ -68,14 +67,7 @@ class LossScaleLogger(keras.callbacks.Callback):
         _make_whole(logs)
         model: Any = self.model
         optimizer = model.optimizer
-        if not optimizer.has_scaled_a_loss:
-            warn(
-                "gradlift: the train step applied gradients and never called "
-                "optimizer.scale_loss(loss): apply() divides them by the scale, so they "
-                "are too small by that factor",
-                "keras-the-train-step-never-called-scale_loss",
-                stacklevel=2,
-            )
+        optimizer.warn_if_idle()
         finite, self._at_floor = not self._at_floor, False
         react(optimizer.policy, optimizer.policy.min_scale, finite, optimizer)
 
