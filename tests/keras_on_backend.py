@@ -3,7 +3,7 @@
 # Keras has no types, and what can be inferred of them is wrong.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportArgumentType=false, reportFunctionMemberAccess=false, reportCallIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 
 import json
 import warnings
@@ -582,6 +582,20 @@ def test_a_weights_file_round_trips(tmp_path):
     again, _ = trained(LossScaleOptimizer(keras.optimizers.Adam(1e-3)), QUICK, epochs=1)
     again.load_weights(tmp_path / "model.weights.h5")
     assert_same_values(again.optimizer, model.optimizer)
+
+
+def test_set_weights_loads_all_variables_and_checks_them():
+    pair, source = two_weights()
+    source.apply([ops.convert_to_tensor([8.0])] * 2, pair)
+    _, optimizer = two_weights()
+    optimizer.set_weights([v.numpy() for v in source.variables])
+    assert_same_values(optimizer, source)
+    source.dynamic_scale.assign(np.nan)
+    with pytest.raises(ValueError, match="got nan"):
+        optimizer.set_weights([v.numpy() for v in source.variables])
+    assert number(optimizer.dynamic_scale) == 8.0
+    with pytest.raises(ValueError, match="not yet been built"):
+        LossScaleOptimizer(keras.optimizers.SGD()).set_weights([])
 
 
 def trained_with_keras_own_class():

@@ -53,6 +53,9 @@ class LossScaleLogger(keras.callbacks.Callback):
                 "LossScaleLogger needs a model compiled with gradlift.keras.LossScaleOptimizer, "
                 f"got {type(model.optimizer).__name__}"
             )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        model: Any = self.model  # whose optimizer another callback may have exchanged
         model.train_function = _Logged(_plain(model.train_function), model.optimizer)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -80,6 +83,8 @@ class _Logged:
 
     def __call__(self, *args: Any) -> Any:
         done = self.plain(*args)
+        if not self.optimizer.built:  # a model without trainable variables
+            return done
         if keras.backend.backend() != "jax":
             return {**done, **self.numbers(self.variables)}
         logs, state = done

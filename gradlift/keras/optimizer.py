@@ -360,6 +360,13 @@ class LossScaleOptimizer(_KERAS):
         super().load_own_variables({str(i): value for i, value in enumerate(values)})
         return self._restore(state)
 
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Load the values of all ``variables``, the inner optimizer's too."""
+        if not self.built:
+            return super().set_weights(weights)  # which says why not
+        store = {str(i): ops.convert_to_numpy(value) for i, value in enumerate(weights)}
+        return self.load_own_variables(store)
+
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Do what the inner optimizer does at the end of ``fit``."""
         super().finalize_variable_values(var_list)
