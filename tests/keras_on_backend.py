@@ -3,7 +3,7 @@
 # Keras has no types, and what can be inferred of them is wrong.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportArgumentType=false, reportFunctionMemberAccess=false, reportCallIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 
 import json
 import warnings
@@ -251,6 +251,61 @@ def test_only_the_first_loss_of_a_step_cannot_be_the_scales_fault(losses):
     assert number(optimizer.dynamic_scale) == (1024.0 if losses[0] == np.inf else 256.0)
 
 
+def eager_loss(optimizer, w, factor, backward=True, create_graph=False):
+    """Scale the loss ``factor * w`` in eager code, and take its gradient; return both."""
+    if BACKEND == "torch":
+        loss = factor * w.value.sum() ** 2
+        scaled = optimizer.scale_loss(loss)
+        if create_graph:
+            (gradient,) = torch.autograd.grad(scaled, w.value, create_graph=True)
+            return loss, gradient
+        return loss, scaled.backward() if backward else None
+    with tf.GradientTape() as tape:
+        loss = factor * tf.reduce_sum(w.value) ** 2
+        scaled = optimizer.scale_loss(loss)
+    return loss, tape.gradient(scaled, w.value) if backward else None
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX shows no loss to the optimizer")
+@pytest.mark.parametrize("dropped", [np.nan, 1.0])
+@pytest.mark.parametrize("backward", [False, True] if BACKEND == "torch" else [False])
+def test_the_loss_of_a_dropped_step_says_nothing_of_the_next(dropped, backward):
+    w = keras.Variable([2.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=1024.0)
+    optimizer.build([w])
+    kept = []
+    for _ in range(2):
+        kept.append(eager_loss(optimizer, w, dropped, backward))
+        if BACKEND == "torch":
+            w.value.grad = None
+        factor = np.inf if dropped == 1.0 else 2.0**120
+        kept.append(eager_loss(optimizer, w, factor))
+        optimizer.apply([ops.convert_to_tensor(np.float32([np.inf]))], [w])
+        if BACKEND == "torch":
+            w.value.grad = None
+    assert number(optimizer.skipped_steps) == 2
+    assert number(optimizer.dynamic_scale) == (1024.0 if dropped == 1.0 else 256.0)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="gradients gather in the variables of torch only")
+def test_the_first_loss_speaks_for_gradients_that_were_gathered():
+    w = keras.Variable([2.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=1024.0)
+    optimizer.build([w])
+    for factor in (np.nan, 1.0):
+        eager_loss(optimizer, w, factor)
+    optimizer.apply([w.value.grad], [w])
+    assert number(optimizer.dynamic_scale) == 1024.0
+    # A penalty on the gradient of the first loss that is infinite because of the scale.
+    w.value.grad = None
+    loss, gradient = eager_loss(optimizer, w, 1.0, create_graph=True)
+    loss = loss + (2.0**126 * gradient).sum()
+    optimizer.scale_loss(loss).backward()
+    optimizer.apply([w.value.grad], [w])
+    assert not np.isfinite(loss.item())
+    assert number(optimizer.dynamic_scale) == 512.0
+
+
 def test_unscaled_gradients_are_applied_once_unscaled():
     w = keras.Variable([2.0, 4.0], name="w")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(64.0))
@@ -381,6 +436,55 @@ def test_what_people_do_wrong_is_named():
         optimizer.apply_gradients([(w, gradient)])
 
 
+def two_weights(inner=None):
+    pair = [keras.Variable([2.0], name="w"), keras.Variable([2.0], name="v")]
+    inner = inner or keras.optimizers.SGD(1.0, momentum=0.9)
+    optimizer = LossScaleOptimizer(inner, policy=Static(8.0))
+    optimizer.build(pair)
+    return pair, optimizer
+
+
+def test_apply_wants_a_gradient_for_each_variable():
+    pair, optimizer = two_weights()
+    gradient = ops.convert_to_tensor([8.0])
+    optimizer.apply([gradient] * 2, pair)
+    before = [*values(optimizer), *map(ops.convert_to_numpy, pair)]
+    wrong = [([gradient], None), ([gradient], pair), ([], None), ([], pair), ([gradient], ())]
+    for grads, variables in [*wrong, ([gradient] * 3, None), ([gradient] * 3, pair)]:
+        with pytest.raises(ValueError, match=rf"got {len(grads)} gradients for \d variables"):
+            optimizer.apply(grads, variables)
+    if BACKEND == "jax":
+        state = [v.value for v in optimizer.variables], [gradient], [v.value for v in pair]
+        with pytest.raises(ValueError, match="got 1 gradients for 2 variables"):
+            optimizer.stateless_apply(*state)
+    after = [*values(optimizer), *map(ops.convert_to_numpy, pair)]
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_some_of_the_variables_can_be_given_with_their_gradients():
+    (w, v), optimizer = two_weights(keras.optimizers.SGD(1.0))
+    optimizer.apply(iter([ops.convert_to_tensor([8.0])]), iter([v]))
+    assert (number(w), number(v)) == (2.0, 1.0)
+
+
+def test_apply_without_variables_needs_build():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(ValueError, match=r"call build\(variables\) first"):
+        optimizer.apply([ops.convert_to_tensor([8.0])])
+    optimizer.apply([], [])  # of a model without trainable variables
+    assert not optimizer.built
+
+
+def test_building_twice_changes_nothing():
+    pair, optimizer = two_weights()
+    optimizer.dynamic_scale.assign(64.0)
+    before = values(optimizer)
+    optimizer.build(pair)
+    for a, b in zip(before, values(optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_true_gradient_too_large_for_float32_is_skipped():
     w = keras.Variable([2.0], name="w")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(2.0**-20))
@@ -480,6 +584,20 @@ def test_a_weights_file_round_trips(tmp_path):
     assert_same_values(again.optimizer, model.optimizer)
 
 
+def test_set_weights_loads_all_variables_and_checks_them():
+    pair, source = two_weights()
+    source.apply([ops.convert_to_tensor([8.0])] * 2, pair)
+    _, optimizer = two_weights()
+    optimizer.set_weights([v.numpy() for v in source.variables])
+    assert_same_values(optimizer, source)
+    source.dynamic_scale.assign(np.nan)
+    with pytest.raises(ValueError, match="got nan"):
+        optimizer.set_weights([v.numpy() for v in source.variables])
+    assert number(optimizer.dynamic_scale) == 8.0
+    with pytest.raises(ValueError, match="not yet been built"):
+        LossScaleOptimizer(keras.optimizers.SGD()).set_weights([])
+
+
 def trained_with_keras_own_class():
     keras.config.set_dtype_policy("mixed_float16")
     theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3), 2.0**24, 50)
@@ -512,6 +630,174 @@ def test_a_weights_file_saved_with_keras_own_class(tmp_path):
     again, _ = trained(LossScaleOptimizer(keras.optimizers.Adam(1e-3)), QUICK, epochs=1)
     again.load_weights(tmp_path / "model.weights.h5")
     assert_goes_on(again.optimizer, model.optimizer)
+
+
+def count_of(optimizer):
+    """Return how many steps the rule has seen."""
+    return number(optimizer.step_counter) + number(optimizer.skipped_steps)
+
+
+def test_from_keras_takes_over_from_the_step_after_a_fit():
+    x, y = data()
+    theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3), 8.0)
+    model, _ = trained(theirs, QUICK, epochs=1)
+    ours = model.optimizer = from_keras(model.optimizer)
+    assert count_of(ours) == 16
+    model.fit(x, y, batch_size=64, verbose=0)
+    assert count_of(ours) == number(ours.iterations) == 32
+    # Another policy with as many variables.
+    ours = model.optimizer = from_keras(ours, Static(2.0**127))
+    ours.dynamic_scale.assign(np.inf)
+    model.fit(x, y, batch_size=64, verbose=0)
+    assert number(ours.skipped_steps) == 16
+    assert number(ours.dynamic_scale) == np.inf
+
+
+def test_from_keras_of_our_own_class_keeps_everything():
+    policy = Dynamic(init_scale=64.0, hysteresis=3)
+    w = keras.Variable([2.0], name="w")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=policy)
+    assert from_keras(optimizer).policy == policy
+    optimizer.build([w])
+    for size in (np.inf, 64.0):
+        optimizer.apply([ops.convert_to_tensor(np.float32([size]))], [w])
+    for same in (from_keras(optimizer), from_keras(optimizer, policy)):
+        assert same.policy == policy
+        assert state_of(same) == (64.0, 1, 2)
+        assert number(same.skipped_steps) == 1
+    other = from_keras(optimizer, Dynamic(init_scale=2.0, hysteresis=1))
+    assert state_of(other) == (64.0, 1, 1)
+    assert number(other.skipped_steps) == 1
+    predictive = from_keras(optimizer, Predictive())
+    assert state_of(predictive) == Predictive().resume(64.0)
+    assert state_of(from_keras(predictive, policy)) == (64.0, 0, 3)
+    with pytest.raises(ValueError, match=r"model\.optimizer is a SGD: wrap it"):
+        from_keras(keras.optimizers.SGD())
+
+
+class Heavy(keras.optimizers.Optimizer):
+    """Momentum as Keras's page on optimizers writes it: ``build`` does not ask if it ran before."""
+
+    def __init__(self, learning_rate=0.5, **kwargs):
+        super().__init__(learning_rate=learning_rate, **kwargs)
+
+    def build(self, variables):
+        super().build(variables)
+        self.momentums = [
+            self.add_variable_from_reference(reference_variable=v, name="momentum")
+            for v in variables
+        ]
+
+    def update_step(self, gradient, variable, learning_rate):
+        momentum = self.momentums[self._get_variable_index(variable)]
+        self.assign(momentum, 0.5 * momentum + gradient)
+        self.assign_sub(variable, momentum * ops.cast(learning_rate, variable.dtype))
+
+
+def test_from_keras_keeps_the_state_of_a_custom_inner_optimizer():
+    w = keras.Variable([2.0], name="w")
+    theirs = keras.optimizers.LossScaleOptimizer(Heavy(), 8.0)
+    theirs.build([w])
+    step = stepper(theirs, w)
+    step([8.0])
+    before = values(theirs.inner_optimizer)
+    ours = from_keras(theirs)
+    assert len(ours.inner_optimizer.variables) == len(before)
+    for a, b in zip(before, values(ours.inner_optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+IMPOSSIBLE = {
+    "dynamic_scale": (np.nan, np.inf, 0.0, -1.0, 2.0**-140),
+    "step_counter": (-1,),
+    "hysteresis_tracker": (-1,),
+    "skipped_steps": (-3,),
+    "peak": (np.nan, np.inf, -1.0),
+    "gap": (np.nan, -1.0, 13.0),
+}
+
+
+@pytest.mark.parametrize("policy", [Dynamic(), Static(8.0), Predictive()])
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_saved_state_that_cannot_be_is_refused(policy, name):
+    _, source = two_weights()
+    source = from_keras(source, policy)
+    if not hasattr(source, name):
+        return
+    for value in IMPOSSIBLE[name]:
+        _, optimizer = two_weights()
+        optimizer = from_keras(optimizer, policy)
+        before, kept = values(optimizer), number(getattr(source, name))
+        source.iterations.assign(5)
+        getattr(source, name).assign(value)
+        store = {}
+        source.save_own_variables(store)
+        with pytest.raises(ValueError, match=rf"{name}'\] must be .* got .*skip_mismatch=True"):
+            optimizer.load_own_variables(store)
+        for a, b in zip(before, values(optimizer), strict=True):
+            np.testing.assert_array_equal(a, b)
+        getattr(source, name).assign(kept)
+
+
+def test_a_predictive_scale_that_is_no_power_of_two_is_refused():
+    _, source = two_weights()
+    source, store = from_keras(source, Predictive()), {}
+    source.dynamic_scale.assign(3.0)
+    source.save_own_variables(store)
+    with pytest.raises(ValueError, match=r"dynamic_scale'\] must be a power of two, got 3.0"):
+        source.load_own_variables(store)
+
+
+def test_a_weights_file_with_a_scale_of_0_loads_without_the_scale(tmp_path):
+    model, _ = trained(LossScaleOptimizer(keras.optimizers.Adam(1e-3)), QUICK, epochs=1)
+    model.optimizer.dynamic_scale.assign(0.0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    again, _ = trained(LossScaleOptimizer(keras.optimizers.Adam(1e-3)), QUICK, epochs=1)
+    again.optimizer.inner_optimizer.iterations.assign(3)
+    with pytest.raises(ValueError, match=r"dynamic_scale'\] must be .* got 0.0"):
+        again.load_weights(tmp_path / "model.weights.h5")
+    with pytest.warns(UserWarning, match="dynamic_scale"):
+        again.load_weights(tmp_path / "model.weights.h5", skip_mismatch=True)
+    assert number(again.optimizer.dynamic_scale) == 2.0**15
+    assert_same_values(again.optimizer.inner_optimizer, model.optimizer.inner_optimizer)
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match=r"dynamic_scale'\] must be .* got 0.0"):
+        keras.saving.load_model(tmp_path / "model.keras")
+
+
+def test_from_keras_refuses_the_scale_that_keras_own_class_fell_to():
+    w = keras.Variable([2.0], name="w")
+    theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    theirs.build([w])
+    for scale in (0.0, np.inf, np.nan):
+        theirs.dynamic_scale.assign(scale)
+        with pytest.raises(ValueError, match=r"got (0.0|inf|nan); set it first"):
+            from_keras(theirs)
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**40])
+def test_a_loaded_scale_stays_within_the_bounds_of_the_policy(scale):
+    _, source = two_weights()
+    source.dynamic_scale.assign(scale)
+    store = {}
+    source.save_own_variables(store)
+    for policy in (Dynamic(1.0, min_scale=1.0, max_scale=2.0**15), Predictive(max_scale=2.0**15)):
+        _, optimizer = two_weights()
+        optimizer = from_keras(optimizer, policy)
+        optimizer.load_own_variables(store)
+        within = min(max(scale, policy.min_scale), policy.max_scale)
+        assert number(optimizer.dynamic_scale) == within
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others compile the step again by themselves")
+def test_an_optimizer_that_the_model_does_not_use_is_named():
+    model, _ = trained(keras.optimizers.Adam(1e-3), False, epochs=1)
+    model.optimizer = LossScaleOptimizer(model.optimizer)
+    with pytest.warns(RuntimeWarning, match="make_train_function"):
+        model.fit(*data(), batch_size=64, verbose=0)
+    model.make_train_function(force=True)
+    model.fit(*data(), batch_size=64, verbose=0)
+    assert count_of(model.optimizer) == 16
 
 
 def test_the_callback_wants_our_optimizer_and_watches_the_floor():
@@ -640,6 +926,26 @@ class TestMirroredStrategy:
     @pytest.mark.parametrize("grads", [[np.inf, 2.0], [2.0, np.inf], [np.nan, np.nan]])
     def test_all_skip_when_one_overflows(self, grads):
         assert self.run(self.ours, grads) == ([4.0, 4.0], [1.0, 1.0])
+
+    def test_each_replica_knows_its_own_true_gradients(self):
+        strategy = two_replicas()
+        with strategy.scope():
+            w = keras.Variable(1.0, name="w")
+            optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=Static(8.0))
+            optimizer.build([w])
+
+        @tf.function
+        def step():
+            def on_replica():
+                context = tf.distribute.get_replica_context()
+                (true,) = optimizer.get_unscaled_gradients([tf.constant(8.0)])
+                norm = context.all_reduce(tf.distribute.ReduceOp.SUM, true)  # the other's turn
+                optimizer.apply([true / norm], [w])
+
+            strategy.run(on_replica)
+
+        step()
+        assert number(w) == 0.0
 
     def test_keras_own_class_asks_the_first_replica_only(self):
         scales, copies = self.run(self.theirs, [2.0, np.inf])

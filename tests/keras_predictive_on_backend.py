@@ -433,6 +433,31 @@ def test_every_callback_sees_the_scale_wherever_it_stands(first, tmp_path):
     assert type(model.train_function) is plain
 
 
+def test_the_logs_go_on_when_a_callback_exchanges_the_optimizer():
+    class Exchange(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                self.model.optimizer = from_keras(self.model.optimizer, Static(64.0))
+                self.model.optimizer.dynamic_scale.assign(32.0)
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=Dynamic(init_scale=64.0))
+    callbacks = [LossScaleLogger(), Exchange()]
+    model, history = trained(optimizer, QUICK, callbacks, epochs=3)
+    assert history["loss_scale"] == [64.0, 32.0, 32.0]
+    assert number(model.optimizer.step_counter) == 48
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+def test_the_logger_of_a_model_without_trainable_variables():
+    model = digits_model()
+    model.trainable = False
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), LOSS, jit_compile=QUICK)
+    before = model.get_weights()
+    model.fit(*data(), batch_size=512, verbose=0, callbacks=[LossScaleLogger()])
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_the_progress_bar_shows_whole_numbers(capsys):
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(), policy=Static(2.0**10))

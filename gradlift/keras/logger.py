@@ -15,7 +15,6 @@ import keras
 
 from gradlift.floor import react
 from gradlift.keras.optimizer import LossScaleOptimizer
-from gradlift.troubleshooting import warn
 
 ops: Any = keras.ops
 
@@ -54,6 +53,9 @@ class LossScaleLogger(keras.callbacks.Callback):
                 "LossScaleLogger needs a model compiled with gradlift.keras.LossScaleOptimizer, "
                 f"got {type(model.optimizer).__name__}"
             )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        model: Any = self.model  # whose optimizer another callback may have exchanged
         model.train_function = _Logged(_plain(model.train_function), model.optimizer)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -68,13 +70,7 @@ class LossScaleLogger(keras.callbacks.Callback):
         _make_whole(logs)
         model: Any = self.model
         optimizer = model.optimizer
-        if not optimizer.has_scaled_a_loss:
-            warn(
-                "gradlift: the train step applied gradients and never called "
-                "optimizer.scale_loss(loss): apply() divides them by the scale, so they "
-                "are too small by that factor",
-                "keras-the-train-step-never-called-scale_loss",
-            )
+        optimizer.warn_if_idle()
         finite, self._at_floor = not self._at_floor, False
         react(optimizer.policy, optimizer.policy.min_scale, finite, optimizer)
 
@@ -87,6 +83,8 @@ class _Logged:
 
     def __call__(self, *args: Any) -> Any:
         done = self.plain(*args)
+        if not self.optimizer.built:  # a model without trainable variables
+            return done
         if keras.backend.backend() != "jax":
             return {**done, **self.numbers(self.variables)}
         logs, state = done

@@ -10,13 +10,14 @@ tracers on the JAX backend.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from typing import Any
 
 import keras
 
+from gradlift.keras import saved
 from gradlift.keras.found import Found, from_table, largest_of, to_table
 from gradlift.keras.pending import Pending
 from gradlift.policy import (
@@ -28,12 +29,18 @@ from gradlift.policy import (
     Static,
     update,
 )
+from gradlift.troubleshooting import warn
 
 # Keras has no types; what its decorators let a checker infer is wrong.
 ops: Any = keras.ops
 
 _KERAS = keras.optimizers.LossScaleOptimizer
 # Files of older versions have "Adaptive", with the same fields.
+_LOAD_THE_REST = (
+    "the optimizer was not changed: load_weights(path, skip_mismatch=True) loads the rest of the "
+    "file, and the scale stays as it is"
+)
+_SET_IT = "set it first, for instance optimizer.dynamic_scale.assign(2.0**15)"
 _POLICIES = {"Static": Static, "Dynamic": Dynamic, "Predictive": Predictive, "Adaptive": Predictive}
 
 
@@ -91,8 +98,16 @@ class LossScaleOptimizer(_KERAS):
         self.policy, self._pending, self._has_half_loss = policy, Pending(), False
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Create the variables."""
-        super().build(var_list)
+        """Create the variables; does nothing the second time, as Keras's other optimizers do."""
+        if self.built:
+            return
+        self.step_counter = self._add("step_counter", "int", "zeros")
+        start = keras.initializers.Constant(self.initial_scale)
+        self.dynamic_scale = self._add("dynamic_scale", "float32", start)
+        # Keras's class builds it in any case: one that does not refuse would lose its state.
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(var_list)
+        super(_KERAS, self).build(var_list)
         # After Keras's own, so that a file saved with Keras's class can be loaded.
         patience = keras.initializers.Constant(self.policy.hysteresis)
         self.hysteresis_tracker = self._add("hysteresis_tracker", "int32", patience)
@@ -117,12 +132,11 @@ class LossScaleOptimizer(_KERAS):
         for variable, value in zip(self._state, state, strict=False):
             variable.assign(value)
 
-    def _resume(self) -> None:
-        """Set the rule's other variables to what the scale alone tells."""
-        scale, policy = self.dynamic_scale.numpy().item(), self.policy
-        is_predictive = isinstance(policy, Predictive)
-        known = policy.resume(scale) if is_predictive else policy.init()._replace(scale=scale)
-        self._assign(known)
+    def _restore(self, found: saved.Saved) -> None:
+        """Go on from what was saved."""
+        self._assign(found.state)
+        self.skipped_steps.assign(found.skipped_steps)
+        self.last_finite.assign(found.last_finite)
 
     def _add(self, name: str, dtype: str, initializer: Any) -> Any:
         return self.add_variable((), initializer, dtype, aggregation="none", name=name)
@@ -133,8 +147,11 @@ class LossScaleOptimizer(_KERAS):
         if dtype in ("float16", "bfloat16"):
             self._has_half_loss |= dtype == "float16"
             loss = ops.cast(loss, "float32")
-        self._pending.scales(loss)
-        return super().scale_loss(loss)
+        return self._pending.scales(loss, super().scale_loss(loss), self._holds_gradients)
+
+    def _holds_gradients(self) -> bool:
+        """Whether torch has gathered gradients in the variables and not cleared them since."""
+        return any(v.value.grad is not None for v in self._trainable_variables)
 
     @property
     def has_scaled_a_loss(self) -> bool:
@@ -156,15 +173,15 @@ class LossScaleOptimizer(_KERAS):
         self._pending.unscaled(grads, true, self._largest(true))
         return true
 
-    def _unscaled(self, grads: Iterable[Any], variables: Sequence[Any] = ()) -> list[Any]:
+    def _unscaled(self, grads: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
         scale = self.dynamic_scale if self.built else self.initial_scale
-        return [
-            g if g is None or keep else ops.divide(g, scale)
-            for g, keep in zip_longest(grads, self._replaced(variables), fillvalue=False)
-        ]
+        pairs = zip(grads, self._replaced(grads, variables), strict=True)
+        return [g if g is None or keep else ops.divide(g, scale) for g, keep in pairs]
 
-    def _replaced(self, variables: Sequence[Any]) -> list[bool]:
-        """Which variables, of float8 training, take their new value in place of a gradient."""
+    def _replaced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[bool]:
+        """Which gradients are, of float8 training, the new values of their variables."""
+        if not variables:
+            return [False] * len(grads)
         return [self._overwrite_variable_with_gradient(v) for v in variables]
 
     def apply(
@@ -181,6 +198,9 @@ class LossScaleOptimizer(_KERAS):
             trainable_variables: those of ``build`` when left out.
             unscaled: whether ``grads`` are true gradients; when left out, those that came from
                 ``get_unscaled_gradients`` are.
+
+        Raises:
+            ValueError: if there are not as many gradients as variables.
         """
         grads = list(grads)
         if any(isinstance(g, keras.Variable) for g in grads):
@@ -188,11 +208,25 @@ class LossScaleOptimizer(_KERAS):
                 "apply() got variables where it expects gradients; the order is "
                 "apply(grads, variables) and apply_gradients(zip(grads, variables))"
             )
+        if trainable_variables is None and not self.built:
+            raise ValueError(
+                "apply() got gradients without variables, and the optimizer is not built: say "
+                "apply(grads, variables), or call build(variables) first"
+            )
+        variables = (
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
+        variables = list(variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"apply() needs one gradient for each variable, got {len(grads)} gradients for "
+                f"{len(variables)} variables; None stands for a gradient that does not exist"
+            )
+        if not grads:  # a model without trainable variables
+            return
         if not self.built:
             with keras.name_scope(self.name):
-                self.build(list(trainable_variables or ()))
-            self.built = True
-        variables = list(trainable_variables or self._trainable_variables)
+                self.build(variables)
         known = self._pending.are_true(grads, unscaled)
         # Before the check: with a scale below 1 the true gradient can be too large for float32.
         grads = grads if known else self._unscaled(grads, variables)
@@ -224,7 +258,7 @@ class LossScaleOptimizer(_KERAS):
         """Return the largest magnitude of unscaled gradients if the policy needs it, or 0."""
         if not isinstance(self.policy, Predictive):
             return ops.zeros((), "float32")
-        pairs = zip_longest(grads, self._replaced(variables), fillvalue=False)
+        pairs = zip(grads, self._replaced(grads, variables), strict=True)
         return largest_of([g for g, keep in pairs if g is not None and not keep])
 
     def _apply(self, found: Found, grads: list[Any], variables: list[Any]) -> None:
@@ -309,20 +343,46 @@ class LossScaleOptimizer(_KERAS):
         """
         if not self.built:
             return super().load_own_variables(store)
-        # Those that Keras's own class does not have.
-        extra = [self.hysteresis_tracker, self.skipped_steps, self.last_finite, *self._predicted]
-        saved = [store[str(i)] for i in range(len(store.keys()))]
-        first = len(self._variables) - len(extra)
-        count = len(saved) - (len(self.variables) - len(extra))
-        is_old = count == 5 and saved[first + 3].shape != ()  # of "Adaptive"
-        if count not in (0, 3, 5) or (count == len(extra) and not is_old):
+        names = [*saved.KERAS, *saved.OURS, *saved.PREDICTED]
+        own = 5 + len(self._predicted)  # of ``names``
+        first, values = (
+            len(self._variables) - own,
+            [store[str(i)] for i in range(len(store.keys()))],
+        )
+        held = own + len(values) - len(self.variables)  # by the file; by Keras's own class two
+        if held not in (2, 5, 7):
             return super().load_own_variables(store)
-        kept = saved[first : first + count][:3]
-        saved[first : first + count] = kept + [v.numpy() for v in extra[len(kept) :]]
-        super().load_own_variables({str(i): value for i, value in enumerate(saved)})
-        if 5 in (count, len(extra)):
-            self._resume()
-        return None
+        found = dict(zip(names, values[first : first + held], strict=False))
+        if held == 7 and found["peak"].shape != ():  # of "Adaptive"
+            del found["peak"], found["gap"], found["step_counter"]
+        state = saved.read(found, self.policy, _LOAD_THE_REST)
+        values[first : first + held] = [v.numpy() for v in self._variables[first:]]
+        super().load_own_variables({str(i): value for i, value in enumerate(values)})
+        return self._restore(state)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Load the values of all ``variables``, the inner optimizer's too."""
+        if not self.built:
+            return super().set_weights(weights)  # which says why not
+        store = {str(i): ops.convert_to_numpy(value) for i, value in enumerate(weights)}
+        return self.load_own_variables(store)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Do what the inner optimizer does at the end of ``fit``."""
+        super().finalize_variable_values(var_list)
+        self.warn_if_idle()
+
+    def warn_if_idle(self) -> None:
+        """Warn if a model has trained and ``scale_loss`` was never called."""
+        if not self.has_scaled_a_loss:
+            warn(
+                "gradlift: the train step applied gradients and never called "
+                "optimizer.scale_loss(loss): apply() divides them by the scale, so they are too "
+                "small by that factor. If model.optimizer was replaced, the step is still that of "
+                "the one before: call model.make_train_function(force=True)",
+                "keras-the-train-step-never-called-scale_loss",
+                stacklevel=3,
+            )
 
     def get_config(self) -> dict[str, Any]:
         """Keras's four keys, and the policy where they do not say all of it."""
@@ -385,13 +445,34 @@ def from_keras(
         optimizer: Keras's; its inner optimizer is taken over, not copied.
         policy: the rule from now on; Keras's own numbers when left out.
     """
+    if not isinstance(optimizer, _KERAS):
+        raise ValueError(
+            "from_keras takes a LossScaleOptimizer, and model.optimizer is a "
+            f"{type(optimizer).__name__}: wrap it, LossScaleOptimizer(optimizer), and compile"
+        )
+    if isinstance(optimizer, LossScaleOptimizer) and policy in (None, optimizer.policy):
+        return optimizer
     if policy is None:
         policy = _policy(optimizer.initial_scale, optimizer.dynamic_growth_steps, dynamic=True)
     ours = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, name=optimizer.name)
     if optimizer.built:
+        names = (*saved.KERAS, *saved.OURS, *saved.PREDICTED)
+        found = {
+            name: getattr(optimizer, name).numpy() for name in names if hasattr(optimizer, name)
+        }
+        state = saved.read(found, policy, _SET_IT)
         ours.build(optimizer._trainable_variables)
-        ours.dynamic_scale.assign(optimizer.dynamic_scale)
-        ours.step_counter.assign(optimizer.step_counter)
-        if isinstance(policy, Predictive):
-            ours._resume()
+        ours._restore(state)
+    _forget_compiled_steps(optimizer)
     return ours
+
+
+def _forget_compiled_steps(optimizer: Any) -> None:
+    """Have the models of ``optimizer`` compile their next step: the last one has it inside.
+
+    A model knows its optimizer and not the other way round, so all objects are looked through.
+    """
+    for model in gc.get_objects():
+        is_model = issubclass(type(model), keras.Model)
+        if is_model and getattr(model, "optimizer", None) is optimizer and model.train_function:
+            model.make_train_function(force=True)

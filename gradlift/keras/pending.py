@@ -6,7 +6,7 @@ it is, never by what was called last: a step may be dropped between the two call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,6 +18,21 @@ from gradlift.troubleshooting import warn
 ops: Any = keras.ops
 
 
+EAGER = "eager"
+"""What stands for the graph where there is none."""
+
+
+class _Loss:
+    """A loss that was scaled."""
+
+    def __init__(self, graph: Any, finite: Any, order: int) -> None:
+        self.graph, self.finite, self.order = graph, finite, order
+        self.is_used = False
+        """Whether gradients were taken of it; never known in a graph."""
+        self.is_differentiable = False
+        """Whether they can be differentiated once more; never known on TensorFlow."""
+
+
 class Pending:
     """Losses that were scaled, and gradients that were unscaled, before ``apply``."""
 
@@ -25,27 +40,54 @@ class Pending:
         self.scaled_any = False
         self._true: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._scaled: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._asked = False
-        # By thread: the graph, and what is known of the step there.
-        self._losses: dict[int, tuple[Any, Any]] = {}
+        self._count = 0
+        # By thread: whether gradients were unscaled in this step, and the loss that speaks for it.
+        self._asked: set[int] = set()
+        self._losses: dict[int, _Loss] = {}
+        # The graph, and the largest gradient.
         self._largest: dict[int, tuple[Any, Any]] = {}
 
-    def scales(self, loss: Any) -> None:
-        """A loss is about to be scaled: a step begins, or goes on with another loss."""
-        self.scaled_any, self._asked = True, False
+    def scales(self, loss: Any, scaled: Any, holds_gradients: Callable[[], bool]) -> Any:
+        """Note that a step begins, or goes on with another loss; return ``scaled``.
+
+        In eager code a step may be dropped without a word. So a loss speaks for a step only if
+        gradients were taken of it, if that can be seen.
+
+        Args:
+            loss: the loss.
+            scaled: the same, scaled.
+            holds_gradients: whether gradients of steps before this loss will be applied too; asked
+                on torch only.
+        """
         thread, graph = _place()
+        self.scaled_any = True
+        self._asked.discard(thread)
         self._largest.pop(thread, None)
         if graph is None:
-            return
+            return scaled
+        self._count += 1
+        new, first = (
+            _Loss(graph, ops.all(ops.isfinite(loss)), self._count),
+            self._losses.get(thread),
+        )
         # A later loss may hold gradients of the first, a penalty for instance, and be infinite
         # because of the scale.
-        if self._losses.get(thread, (None, None))[0] is not graph:
-            self._losses[thread] = graph, ops.all(ops.isfinite(loss))
+        if first is None or first.graph is not graph or _is_over(first, holds_gradients):
+            self._losses[thread] = new
+
+        def use(is_differentiable: bool) -> None:
+            new.is_used, new.is_differentiable = True, is_differentiable
+            now = self._losses.get(thread)
+            if now is None or not now.is_used or now.order > new.order:
+                self._losses[thread] = new
+
+        return _watched(scaled, use) if graph is EAGER else scaled
 
     def loss_finite(self) -> Any:
         """Whether the first loss of this step was: bool, 0-d; True where none was shown."""
-        finite = _taken(self._losses)
-        return True if finite is None else finite
+        thread, graph = _place()
+        loss = self._losses.pop(thread, None)
+        return loss.finite if loss is not None and loss.graph is graph else True
 
     def largest(self) -> Any:
         """Return and forget the largest that ``unscaled`` got in this step; None if not called."""
@@ -59,8 +101,8 @@ class Pending:
             true: the gradients after.
             largest: the largest magnitude of ``true``, 0-d, before the user clips them.
         """
-        self._asked = True
         thread, graph = _place()
+        self._asked.add(thread)
         if graph is not None:
             before = _taken(self._largest)
             largest = largest if before is None else ops.maximum(before, largest)
@@ -78,7 +120,9 @@ class Pending:
         Raises:
             ValueError: if some were and some were not.
         """
-        asked, self._asked = self._asked, False
+        thread, _ = _place()
+        asked = thread in self._asked
+        self._asked.discard(thread)
         if said is not None or not (asked or self._true):
             return bool(said)
         given = [g for g in grads if g is not None]
@@ -100,6 +144,35 @@ class Pending:
         return true > 0
 
 
+def _is_over(loss: _Loss, holds_gradients: Callable[[], bool]) -> bool:
+    """Whether the step of ``loss`` was dropped after its gradients were taken; torch only."""
+    if not loss.is_used or loss.is_differentiable or keras.backend.backend() != "torch":
+        return False
+    return not holds_gradients()
+
+
+def _watched(scaled: Any, use: Callable[[bool], None]) -> Any:
+    """Return ``scaled``, which calls ``use`` when gradients are taken of it in eager code."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        if scaled.requires_grad and not torch.compiler.is_compiling():
+            # While a backward pass runs, gradients are on if it can be differentiated.
+            scaled.register_hook(lambda _: use(torch.is_grad_enabled()))
+        return scaled
+    import tensorflow as tf
+
+    @tf.custom_gradient
+    def watch(value: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            use(False)
+            return upstream
+
+        return value, gradient
+
+    return watch(scaled)
+
+
 def _taken(kept: dict[int, tuple[Any, Any]]) -> Any:
     """Remove and return what ``kept`` has for this place; None if that is nothing."""
     thread, graph = _place()
@@ -114,11 +187,11 @@ def _place() -> tuple[int, Any]:
     """
     backend = keras.backend.backend()
     if backend != "tensorflow":
-        return 0, "eager" if backend == "torch" else None
+        return 0, EAGER if backend == "torch" else None
     import tensorflow as tf
 
     eager = tf.executing_eagerly()
-    return get_ident(), "eager" if eager else tf.compat.v1.get_default_graph()
+    return get_ident(), EAGER if eager else tf.compat.v1.get_default_graph()
 
 
 def _is_one_of(gradient: Any, known: WeakValueDictionary[int, Any], look_back: bool) -> bool:

@@ -79,7 +79,6 @@ class LineFile:
             warn(
                 f"gradlift stopped recording to {self.path}: {error.strerror or error}",
                 "gradlift-stopped-recording-to",
-                stacklevel=3,
             )
             return
         if is_new:
@@ -87,7 +86,6 @@ class LineFile:
                 f"gradlift: {self.path} was removed while it was written, and goes on in a new "
                 "file of that name, without the steps before",
                 "was-removed-while-it-was-written",
-                stacklevel=3,
             )
 
     def _reopen_if_removed(self, descriptor: int) -> bool:
