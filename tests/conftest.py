@@ -104,8 +104,8 @@ def _seed():
 
 @pytest.hookimpl(tryfirst=True)  # before the marks are chosen by
 def pytest_collection_modifyitems(items):
-    if "GRADLIFT_TEST_ORDER" in os.environ:  # a seed
-        random.Random(os.environ["GRADLIFT_TEST_ORDER"]).shuffle(items)
+    if seed := os.environ.get("GRADLIFT_TEST_ORDER"):
+        random.Random(seed).shuffle(items)
     for item in items:
         test = item.nodeid.removeprefix("tests/")
         if {test, test.split("[")[0], test.split("::")[0]} & LONG:
