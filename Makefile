@@ -40,9 +40,11 @@ demo: $(DEMO)/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2
 
-# Needs a CUDA device, and runs from the source tree with whatever torch is at hand.
+# Needs a CUDA device, and runs from the source tree with the packages at hand: in parallel where
+# xdist is one of them, without any other plugin, since these may warn or reorder tests.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PYTHON) -m pytest -m gpu \
+	  $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-p xdist.plugin -n auto --maxprocesses 8")
 
 # Named in tests/long.txt.
 test-long: .venv/.ready

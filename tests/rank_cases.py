@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from scaler_parts import agreement_of
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -36,6 +37,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from gradlift import Predictive, update
 from gradlift.policy import float32
@@ -930,6 +936,55 @@ def what_unscale_found_is_everybodys() -> None:
         scaler.unscale_(optimizer)
         found = scaler._found_inf_per_device(optimizer)
         assert [float(grads.local(flag)) for flag in found.values()] == [1.0]
+
+
+@case(2, 4)
+def the_flag_of_shards_in_torchs_dict_is_everybodys() -> None:
+    """FSDP2, with tensor parallelism on four ranks, and an inf on one rank only."""
+    for kind, bad in ((torch.amp.GradScaler, True), (GradScaler, True), (GradScaler, False)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+        if mesh["tp"].size() > 1:
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh["dp"])
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scaler = scaler_of(kind=kind, seen=False)
+        scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
+        if bad and on_first(1):
+            local(model[0].weight.grad)[0, 0] = math.inf
+        with counting() as sizes:
+            scaler.unscale_(optimizer)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        assert state["stage"] is OptState.UNSCALED
+        for _ in range(2):
+            found = state["found_inf_per_device"].values()
+            flags = everyone([float(grads.local(flag)) for flag in found])
+            assert flags == [[float(bad)]] * dist.get_world_size()
+        if kind is GradScaler:
+            assert sizes == []  # the ranks are asked when somebody reads it
+            assert [*map(float, scaler._found_inf_per_device(optimizer).values())] == [float(bad)]
+        before = [local(p).clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        kept = all(map(torch.equal, before, map(local, model.parameters())))
+        assert kept == bad
+        assert everyone(scaler.get_scale()) == [4.0 if bad else 8.0] * dist.get_world_size()
+
+
+@case(2)
+def a_rank_that_reads_its_flag_alone_waits_for_nobody() -> None:
+    """Copies of gradients, as under DDP: torch reduces nothing there."""
+    (weight,) = plain(2)
+    scaler, optimizer = scaler_of(process_group=dist.group.WORLD), sgd([weight])
+    scaler.unscale_(optimizer)
+    if on_first():
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        assert [*map(float, found.values())] == [0.0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [0.5, 0.5]
 
 
 # torch's defects. Each is shown on torch's class, and mended.

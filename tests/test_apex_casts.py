@@ -335,6 +335,7 @@ def test_disable_casts_and_enabled_false_put_everything_back(device):
     assert "exp" not in vars(torch.Tensor)
     assert not hasattr(torch.exp, "__wrapped__")
     assert not torch.is_autocast_enabled(device)
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
     assert torch.is_autocast_cache_enabled()
 
 

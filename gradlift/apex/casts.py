@@ -92,6 +92,8 @@ class _State:
     def __init__(self) -> None:
         self.active = False
         self.devices: frozenset[str] = frozenset()
+        self.dtypes: dict[str, torch.dtype] = {}
+        """What autocast's dtype was on these devices."""
         self.replaced: list[_Replaced] = []
         self.registered: dict[tuple[Any, str], Callable[[Function], Function]] = {}
 
@@ -108,6 +110,7 @@ def turn_on(devices: Iterable[str]) -> None:
     _state.devices = frozenset(devices)
     _state.active = True
     torch.set_autocast_cache_enabled(False)
+    _state.dtypes = {device: torch.get_autocast_dtype(device) for device in _state.devices}
     for device in _state.devices:
         torch.set_autocast_dtype(device, torch.float16)
         torch.set_autocast_enabled(device, True)
@@ -135,8 +138,9 @@ def turn_off() -> None:
             delattr(owner, name)
     _state.replaced.clear()
     _state.active = False
-    for device in _state.devices:
+    for device, dtype in _state.dtypes.items():
         torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(True)
 
 

@@ -317,6 +317,7 @@ class GradScaler(torch.amp.GradScaler):
             known.optimizer = weakref.ref(optimizer)
             if not known.in_step:
                 self._check.made_true(optimizer)
+                self._check.share_when_read(known)
 
     # Step.
 

@@ -14,6 +14,7 @@ Nothing here reads a flag on the host, but on the CPU, where it costs nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -25,12 +26,13 @@ from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks import message, ownership
 from gradlift.torch.ranks.agreement import Agreement
+from gradlift.torch.ranks.groups import mesh_of
 from gradlift.torch.ranks.shared_cause import first_of
 from gradlift.torch.step import grads
 from gradlift.torch.step.device_scale import DeviceScale
 from gradlift.torch.step.largest import Largest, LargestGradients, joined
 from gradlift.torch.step.loss import LossFlags
-from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps
+from gradlift.torch.step.optimizer_step import OptimizerStep, OptimizerSteps, ReadFlags
 from gradlift.torch.step.outcome import Outcome
 from gradlift.torch.step.overflow_report import OverflowReport, Peaks
 from gradlift.torch.step.shared_gradients import SharedGradients, scale_again_
@@ -258,7 +260,7 @@ class GradCheck:
             known.exchange = self.propose(known, self._found_here(known), squares, retries)
 
     def _found_here(self, known: OptimizerStep) -> Tensor:
-        flags = [*known.entry["found_inf_per_device"].values()]
+        flags = [*known.flags.values()]
         if known.bad_loss is not None:
             flags.append(known.bad_loss)
         found = grads.combine(flags, self.scale.device)
@@ -310,7 +312,7 @@ class GradCheck:
             refusal, known.refusal = known.refusal, None
             if refusal is not None and not bool(verdict.disputed):  # or it is all ranks' error
                 raise RuntimeError(refusal)
-        flags = known.entry["found_inf_per_device"]
+        flags = known.flags
         if device in flags and len(flags) == 1:
             return flags[device]
         found = grads.combine(flags.values(), device)
@@ -328,6 +330,20 @@ class GradCheck:
         if known.entry["stage"] is OptState.UNSCALED:
             self.ask(known)
         return self.found(known)
+
+    def share_when_read(self, known: OptimizerStep) -> None:
+        """Let whoever reads torch's dict between ``unscale_`` and ``step`` see the flags of all
+        ranks, where torch's class reduces them."""
+        if self.agreement.ranks is not None:
+            flags = ReadFlags(known.flags, functools.partial(self._found_in_shards, known))
+            known.entry["found_inf_per_device"] = flags
+
+    def _found_in_shards(self, known: OptimizerStep) -> Tensor | None:
+        optimizer = known.optimizer and known.optimizer()
+        held = () if optimizer is None else grads.parameters(optimizer)
+        if any(mesh_of(param) is not None or ownership.is_flat(param) for param in held):
+            return self.found_by_all(known)
+        return None
 
     def _settle(self, exchange: message.Exchange) -> message.Verdict:
         try:

@@ -8,7 +8,8 @@ known belongs to it and is forgotten with it.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,36 @@ from torch.amp.grad_scaler import OptState
 
 from gradlift.torch.ranks.message import Exchange
 from gradlift.torch.step.largest import Largest
+
+
+class ReadFlags(UserDict[torch.device, Tensor]):
+    """The flags of an optimizer between ``unscale_`` and ``step``.
+
+    torch's class reduces the flags of shards in ``unscale_``. Here the ranks are asked when the
+    flags are read, once, which all of them must do or none.
+
+    Args:
+        here: the flags that this rank found; they stay in ``data`` until the ranks are asked.
+        ask: returns the flag of all ranks, 0-d float32, or None if nothing is reduced.
+    """
+
+    def __init__(self, here: dict[torch.device, Tensor], ask: Callable[[], Tensor | None]) -> None:
+        super().__init__(here)
+        self._ask: Callable[[], Tensor | None] | None = ask
+
+    def __iter__(self) -> Iterator[torch.device]:
+        self._share()
+        return iter(self.data)
+
+    def __getitem__(self, device: torch.device) -> Tensor:
+        self._share()
+        return self.data[device]
+
+    def _share(self) -> None:
+        ask, self._ask = self._ask, None
+        found = None if ask is None else ask()
+        if found is not None:
+            self.data = {device: found.to(device) for device in self.data or (found.device,)}
 
 
 @dataclass(eq=False)
@@ -53,6 +84,12 @@ class OptimizerStep:
     """How many of these had an inf or a NaN, and how many a bad loss; 0-d float32."""
     refusal: str | None = None
     """An error that waits until the other ranks know of it."""
+
+    @property
+    def flags(self) -> dict[torch.device, Tensor]:
+        """The flags in ``entry``, without asking other ranks."""
+        flags = self.entry["found_inf_per_device"]
+        return flags.data if isinstance(flags, ReadFlags) else flags
 
     def begin_anew(self, found_inf: Tensor) -> None:
         """As before ``unscale_``; an overflow in what is dropped still counts in ``update``."""
