@@ -381,7 +381,6 @@ class LossScaleOptimizer(_KERAS):
                 "small by that factor. If model.optimizer was replaced, the step is still that of "
                 "the one before: call model.make_train_function(force=True)",
                 "keras-the-train-step-never-called-scale_loss",
-                stacklevel=3,
             )
 
     def get_config(self) -> dict[str, Any]:
