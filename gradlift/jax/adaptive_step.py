@@ -87,6 +87,11 @@ def take_step(
     before = state.loss_scale
     out, bins = _differentiated(state, args, run)
     largest = _largest(out, before, run, parameters)
+    if largest.shape != state.overflowed.shape:
+        raise ValueError(
+            f"the state is of a model with {state.overflowed.size} parameters, layers of a scan "
+            f"counted one by one, and this one has {largest.size}: make one with scaler.init(*args)"
+        )
     bad_loss = _bad_loss(out, before, run)
     # The same as ``out`` says, from what was reduced anyway: XLA drops the other reduction.
     finite = jnp.isfinite(largest).all()

@@ -6,8 +6,7 @@ variable is a sum over the equations that use it, and the backward of an equatio
     components = the variables that gradients pass, joined by every equation that is no cut
     arguments  = joined by nothing: each use of one is brought back to the global scale by itself
 
-What ``custom_vjp`` does to a gradient need not be linear, so its component is held at the global
-scale.
+What is not linear in its gradient (``linearity.py``) holds its component at the global scale.
 """
 
 from __future__ import annotations
@@ -20,21 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from gradlift.formats import FORMATS
+from gradlift.jax.linearity import not_linear
 from gradlift.jax.marks import name_of
-from gradlift.jax.program import Link, Program, Step, inside, kind, numbers
+from gradlift.jax.program import Link, Program, Step, inside, numbers
 from gradlift.plan.disjoint_sets import DisjointSets
 from gradlift.plan.potential import Component, Cut, Graph
-
-# Their backward is written by hand.
-BY_HAND = (
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_lin",
-    "linear_call",
-    "call_hi_primitive",
-)
-# Too narrow to bring a gradient back to the global scale in.
-NARROW = (jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn)
 
 Node = Step | Link
 
@@ -154,15 +143,13 @@ class _Analyst:
         return cuts
 
     def _inside(self, node: Node) -> tuple[list[str], str | None]:
-        """The cuts inside an equation, and whether a backward there is written by hand."""
+        """The cuts inside an equation, and what in it need not be linear in its gradient."""
         if node.eqn is None:
             return [], None
         key = id(node.eqn)  # the turns of a scan have their equations in common
         if key not in self.held_inside:
-            every = [node.eqn, *inside(node.eqn)]
-            cuts = [name for eqn in every[1:] if (name := name_of(eqn)) is not None]
-            by_hand = [name for eqn in every if (name := kind(eqn)[0]) in BY_HAND]
-            self.held_inside[key] = cuts, by_hand[0] if by_hand else None
+            cuts = [name for eqn in inside(node.eqn) if (name := name_of(eqn)) is not None]
+            self.held_inside[key] = cuts, not_linear(node.eqn)
         return self.held_inside[key]
 
     def _number(self) -> dict[int, int]:
@@ -185,10 +172,14 @@ class _Analyst:
         for node in self.nodes:
             if not (outs := self._inner(node.outs)):
                 continue
-            if by_hand := self._inside(node)[1]:
-                held[self._component(outs[0])] = f"{by_hand} need not be linear in its gradient"
+            if found := self._inside(node)[1]:
+                held[self._component(outs[0])] = f"{found} need not be linear in its gradient"
+            for x in outs:
+                if _is_narrow(self.dtypes[x]) and str(self.dtypes[x]) not in FORMATS:
+                    reason = f"the range of {self.dtypes[x]} is not known"
+                    held[self._component(x)] = reason
             for x in numbers(node.ins):
-                if x in self.flows and self.arguments.get(x) in NARROW:
+                if x in self.flows and x in self.arguments and _is_narrow(self.arguments[x]):
                     reason = f"an argument in {self.arguments[x]} is too narrow to return in"
                     held[self._component(outs[0])] = reason
         return held
@@ -236,6 +227,11 @@ class _Analyst:
     def _format(self, number: int) -> str:
         """The narrowest format that a component's gradients are stored in."""
         return next((name for name in FORMATS if name in self.stored[number]), "float32")
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Whether a dtype has less than float32's range."""
+    return dtype.itemsize < 4 and dtype != jnp.bfloat16
 
 
 def _is_in(atom: Any, variables: Any) -> bool:

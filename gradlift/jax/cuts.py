@@ -44,6 +44,8 @@ from gradlift.jax.state import (
     LossScaleState,
     ValueAndGrad,
     all_finite,
+    check_arguments,
+    check_function,
     check_state,
     differing,
     finish,
@@ -73,6 +75,9 @@ class Layerwise:
     argnums: int | Sequence[int] = 0
     has_aux: bool = False
     axis_name: AxisName = None
+
+    def __post_init__(self) -> None:
+        check_function(self.fun, self.argnums)
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -104,7 +109,7 @@ class Layerwise:
         program = flatten(closed)
         sizes = [len(jax.tree.leaves(arg)) for arg in args]
         starts = [sum(sizes[:position]) for position in range(len(args))]
-        positions = [range(len(args))[n] for n in self.wanted]
+        positions = check_arguments(args, self.argnums)
         leaves = tuple(program.ins[starts[p] + i] for p in positions for i in range(sizes[p]))
         dtypes = {program.ins[i]: aval.dtype for i, aval in enumerate(closed.in_avals)}
         analysis = analyse(program, {leaf: dtypes[leaf] for leaf in leaves}, program.outs[0])
@@ -127,6 +132,8 @@ class Layerwise:
             offsets: int32, shape (components,): exponents relative to the loss's.
             *args: as for ``fun``.
         """
+        check_state(state, "value_and_grad(state, offsets, *args)", (offsets, *args))
+        _check_whole(offsets)
 
         def fun(*args: Any) -> Any:
             return self(offsets, *args)
@@ -143,6 +150,7 @@ class Layerwise:
             loss is not finite, since such gradients say nothing.
         """
         check_state(state, "probe(state, offsets, *args)", (offsets, *args))
+        _check_whole(offsets)
         args = differing(args, self.argnums, self.axis_name)
         traced = self.trace_any(*args)
         tally = jnp.zeros((len(traced.analysis.sites), BINS), jnp.float32)
@@ -200,10 +208,11 @@ class Traced:
         return jax.tree.unflatten(self.tree, running.run(self.program, jax.tree.leaves(args)))
 
     def _check(self, offsets: Any) -> None:
-        count = len(self.graph.components)
-        if jnp.shape(offsets) != (count,):
+        _check_whole(offsets)
+        count, shape = len(self.graph.components), getattr(offsets, "shape", np.shape(offsets))
+        if shape != (count,):
             raise ValueError(
-                f"offsets of shape {jnp.shape(offsets)} do not fit a loss function of {count} "
+                f"offsets of shape {shape} do not fit a loss function of {count} "
                 "components: trace and plan it again"
             )
         if isinstance(offsets, Tracer):
@@ -235,7 +244,17 @@ class Traced:
             last: the plan in force.
             **options: ``tolerance``, ``headroom`` and ``forecast`` of ``gradlift.plan.choose``.
         """
-        exponent = exponent_of(float(state.scale))
+        check_state(state, "plan(bins, state, offsets)")
+        self._check(offsets)
+        if last is not None and not isinstance(last, Plan):
+            raise ValueError(f"last is the plan in force, got {type(last).__name__}")
+        shape = len(self.analysis.sites), BINS
+        if getattr(bins, "shape", None) != shape:
+            raise ValueError(
+                f"bins are the counts of probe, an array of shape {shape}, got "
+                f"{getattr(bins, 'shape', type(bins).__name__)}: step, bins = probe(...)"
+            )
+        exponent = exponent_of(_known(state, "plan(bins, state, offsets)"))
         found = self.histograms(bins, exponent, offsets)
         if isinstance(state.policy, Predictive):
             options = {"loss_exponent": exponent, **options}
@@ -291,9 +310,11 @@ def adopt(plan: Plan, state: LossScaleState) -> tuple[LossScaleState, jax.Array]
     Returns:
         The state, and the offsets: int32, shape (components,).
     """
-    check_state(state, "adopt(plan, state)", (plan,))
+    if not isinstance(plan, Plan):
+        raise ValueError(f"adopt(plan, state) takes the plan first, got {type(plan).__name__}")
+    check_state(state, "adopt(plan, state)")
     if isinstance(state.policy, Predictive):
-        offsets = safe_offsets(plan, exponent_of(float(state.scale)))
+        offsets = safe_offsets(plan, exponent_of(_known(state, "adopt(plan, state)")))
         return state, jnp.asarray(offsets, jnp.int32)
     bounded = min(max(2.0**plan.global_exponent, state.policy.min_scale), state.policy.max_scale)
     state = state.replace(scale=jnp.asarray(bounded, jnp.float32))
@@ -309,6 +330,24 @@ def safe_offsets(plan: Plan, loss: int) -> tuple[int, ...]:
     """
     tops = (max(component.interval.high - loss, 0) for component in plan.components)
     return tuple(map(min, plan.offsets, tops))
+
+
+def _check_whole(offsets: Any) -> None:
+    kind = getattr(
+        jnp.asarray(offsets) if isinstance(offsets, (list, tuple)) else offsets, "dtype", None
+    )
+    if kind is None or not jnp.issubdtype(kind, jnp.integer):
+        raise ValueError(
+            "offsets are whole numbers, one for each component, got "
+            f"{kind or type(offsets).__name__}: pass those that adopt(plan, state) gave"
+        )
+
+
+def _known(state: LossScaleState, call: str) -> float:
+    """The scale on the host."""
+    if isinstance(state.scale, Tracer):
+        raise ValueError(f"{call} reads the scale: call it outside jit and scan")
+    return float(state.scale)
 
 
 def exponent_of(scale: float) -> int:

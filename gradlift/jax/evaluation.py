@@ -22,7 +22,7 @@ from jax.extend import core
 
 from gradlift.jax.axes import vary, varying
 from gradlift.jax.components import Analysis, Node
-from gradlift.jax.program import REMAT, Program, Step, kind
+from gradlift.jax.program import REMAT, Program, Step, bind, kind
 from gradlift.jax.state import at_least_float32
 from gradlift.plan.histogram import BINS
 
@@ -86,7 +86,7 @@ class Evaluation:
         if step.cut is not None:
             return ins
         if not step.inside:
-            return _equation(step.eqn, ins)
+            return bind(step.eqn, ins)
         name = kind(step.eqn)[0]
         if name in REMAT:
             return self._remat(step, ins)
@@ -185,15 +185,6 @@ def _context(step: Step) -> Iterator[None]:
     scope = jax.named_scope(step.scope) if step.scope else nullcontext()
     with scope, step.eqn.ctx.manager:
         yield
-
-
-def _equation(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-    """One equation on values, as ``jax.core.eval_jaxpr`` does it."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    # In older versions of JAX the functions come apart from the parameters.
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    out = eqn.primitive.bind(*functions, *ins, **params)
-    return out if eqn.primitive.multiple_results else [out]
 
 
 @jax.custom_vjp

@@ -22,7 +22,7 @@ except ImportError as error:
     ) from error
 
 from gradlift.jax.axes import AxisName
-from gradlift.jax.state import LossScaleState, flax_policy, value_and_grad
+from gradlift.jax.state import LossScaleState, check_scale, flax_policy, value_and_grad
 from gradlift.policy import LARGEST_SCALE
 
 DynamicScaleResult = theirs.DynamicScaleResult
@@ -34,6 +34,7 @@ class DynamicScale(theirs.DynamicScale):
     def __post_init__(self) -> None:
         # Only what the user wrote: tracers and JAX's placeholders pass through here too.
         if isinstance(self.scale, (int, float)):
+            check_scale(self.scale, "scale")
             object.__setattr__(self, "scale", jnp.asarray(self.scale, jnp.float32))
         if isinstance(self.fin_steps, int):
             object.__setattr__(self, "fin_steps", jnp.asarray(self.fin_steps, jnp.int32))

@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from gradlift import policy as rule
-from gradlift.jax.state import jmp_policy
+from gradlift.jax.state import check_scale, flag, jmp_policy
 from gradlift.policy import LARGEST_SCALE, ScaleState
 
 
@@ -33,6 +33,8 @@ class DynamicLossScale(theirs.DynamicLossScale):
     """
 
     def __post_init__(self) -> None:
+        if isinstance(self.loss_scale, (int, float)):
+            check_scale(self.loss_scale, "loss_scale")
         for name, dtype in (("loss_scale", jnp.float32), ("counter", jnp.int32)):
             value = getattr(self, name)
             # Only numbers: JAX's and Orbax's placeholders pass through here too, with a dtype or
@@ -54,7 +56,7 @@ class DynamicLossScale(theirs.DynamicLossScale):
         # The start is not used: the scale is here already.
         policy = jmp_policy(self, LARGEST_SCALE, _whole(self.period))
         before = ScaleState(self.loss_scale, self.counter, jnp.asarray(1, jnp.int32))
-        overflow = jnp.logical_not(jnp.asarray(grads_finite, bool))
+        overflow = ~flag(grads_finite, "grads_finite", "jmp.all_finite(grads)")
         after = rule.update(policy, before, overflow, where=jnp.where)
         return type(self)(
             after.scale, after.growth_tracker, self.period, self.factor, self.min_loss_scale

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gradlift.jax.marks import cut
+from gradlift.jax.state import check_function
 
 try:
     from flax import linen, nnx
@@ -37,6 +38,7 @@ def cut_modules(fun: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """
     if not isinstance(model, (linen.Module, nnx.Module)):
         raise ValueError(f"model must be a Flax linen or nnx module, got {type(model).__name__}")
+    check_function(fun, 0)
 
     @functools.wraps(fun)
     def with_cuts(*args: Any, **kwargs: Any) -> Any:

@@ -61,10 +61,19 @@ class Parameters:
 
         Args:
             grads: a tree of arrays, as of the arguments.
+
+        Raises:
+            ValueError: the arguments are of another model.
         """
+        leaves = jax.tree.leaves(grads)
+        if len(leaves) != len(self.sliced):
+            raise ValueError(
+                f"the arguments to differentiate hold {len(leaves)} arrays, and held "
+                f"{len(self.sliced)} at scaler.init(*args): call init again for another model"
+            )
         found = [
             jnp.max(_rows(magnitudes(grad), sliced), axis=1, initial=0)
-            for grad, sliced in zip(jax.tree.leaves(grads), self.sliced, strict=True)
+            for grad, sliced in zip(leaves, self.sliced, strict=True)
         ]
         return jnp.concatenate(found) if found else jnp.zeros(0)
 

@@ -159,6 +159,15 @@ def inside(eqn: Any) -> Iterator[Any]:
                     yield from inside(inner)
 
 
+def bind(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    """Return what one equation gives for values, as ``jax.core.eval_jaxpr`` does it."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    # In older versions of JAX the functions come apart from the parameters.
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    out = eqn.primitive.bind(*functions, *ins, **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
 def numbers(atoms: Sequence[Any]) -> list[int]:
     """The variables among atoms."""
     return [atom for atom in atoms if isinstance(atom, int)]

@@ -19,6 +19,8 @@ decide the same.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,10 +32,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradlift import schema
+from gradlift.floor import AT_FLOOR
 from gradlift.formats import FORMATS, get
 from gradlift.jax import records
+from gradlift.jax.adaptive_state import SAVED, VERSION, check_fits
 from gradlift.jax.adaptive_step import ARRAYS, AdaptiveState, take_step
-from gradlift.jax.arrivals import ARRIVED, Arrived, Sent, copied
+from gradlift.jax.arrivals import Arrived, Sent, copied
 from gradlift.jax.axes import AxisName
 from gradlift.jax.cuts import Layerwise, Traced, safe_offsets
 from gradlift.jax.parameters import Parameters
@@ -43,37 +47,13 @@ from gradlift.plan.observations import ADVICE
 from gradlift.plan.pilot import BACKOFF, Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
-from gradlift.plan.saved import PILOT
 from gradlift.policy import Dynamic, Policy, Predictive, check_power_of_two, check_steps
+from gradlift.troubleshooting import warn
 
-VERSION = 1
 # Steps between two looks of the host, once a plan was found.
 LOOK = 8
 
-
-def _numbers(value: Any) -> np.ndarray:
-    found = (
-        np.asarray(value) if isinstance(value, (bool, int, float, list)) else np.empty(0, object)
-    )
-    if found.dtype.kind not in "biuf" or not np.isfinite(found).all():
-        raise schema.Mismatch("finite numbers", value)
-    return found
-
-
-SAVED = schema.record(
-    version=schema.one_of(VERSION),
-    arrays=schema.record(
-        **dict.fromkeys((*LEAVES, *ARRAYS), _numbers)
-        | dict.fromkeys(("limit", "least", *PREDICTED), schema.Since(_numbers))
-    ),
-    probing=schema.flag,
-    steps=schema.optional(schema.whole(0)),
-    seen=schema.whole(-1),
-    looked=schema.whole(-1),
-    waiting=schema.list_of(ARRIVED),
-    pilot=PILOT,
-)
-"""What ``Adaptive.to_dict`` wrote."""
+_DEBUG = 'jax.config.update("jax_debug_nans", True) names the operation'
 
 
 class Adaptive:
@@ -133,6 +113,8 @@ class Adaptive:
         self._queue: deque[Sent | Arrived] = deque()
         self._offsets: tuple[int, ...] = ()
         self._limits = records.NO_LIMIT, 0
+        self._said: set[str] = set()
+        """Warnings that were given."""
 
     @property
     def plan(self) -> Plan | None:
@@ -151,18 +133,20 @@ class Adaptive:
             *args: as for ``fun``; nothing is computed. Where they lie on a mesh, the state lies on
                 all of it.
         """
+        model, pilot, state = self._new(args)
+        self._begin(model, pilot)
+        return self._formed(state, probing=True)
+
+    def _new(self, args: Sequence[Any]) -> tuple[tuple[Traced, Parameters], Pilot, AdaptiveState]:
+        """A loss function, and a pilot and a state that know nothing yet."""
         traced = self._run.trace_any(*args)
         parameters = Parameters.of(traced, [args[n] for n in self._run.wanted])
         found = {component.format for component in traced.graph.components}
         narrowest = next(format for name, format in FORMATS.items() if name in found)
-        self._model = traced, parameters
         format = self._format or narrowest
         predicts = format.name == "float16"
-        self._pilot = Pilot(format, *self._settings, follows=predicts)
-        self._steps, self._looked, self._seen = None, -1, -1
-        self._queue.clear()
-        self._offsets = (0,) * len(traced.graph.components)
-        self._limits = limit, least = _limits(self._pilot)
+        pilot = Pilot(format, *self._settings, follows=predicts)
+        limit, least = _limits(pilot)
         state = AdaptiveState(
             init(self._predictive if predicts else _backing_off(self._predictive.init_scale)),
             None,
@@ -172,7 +156,16 @@ class Adaptive:
             jnp.zeros(len(parameters.names), bool),
             None,
         )
-        return self._formed(jax.device_put(state, _everywhere(args)), probing=True)
+        return (traced, parameters), pilot, jax.device_put(state, _everywhere(args))
+
+    def _begin(self, model: tuple[Traced, Parameters], pilot: Pilot) -> None:
+        """Go on with another pilot, and nothing of what was before."""
+        self._model, self._pilot = model, pilot
+        self._steps, self._looked, self._seen = None, -1, -1
+        self._queue.clear()
+        self._said.clear()
+        self._offsets = (0,) * len(model[0].graph.components)
+        self._limits = _limits(pilot)
 
     def __call__(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
         """One step; the gradients are true ones whatever the plan.
@@ -188,7 +181,7 @@ class Adaptive:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, args))):
             return self._step(state, *args)
         state, out = self._jitted(state, *args)
-        return self.adjust(state), out
+        return self._adjusted(state, 1), out
 
     def adjust(self, state: AdaptiveState, steps: int = 1) -> AdaptiveState:
         """The state with the plan and the probe that the host decides on, after a step inside
@@ -198,13 +191,25 @@ class Adaptive:
             state: the state that the step returned.
             steps: how many steps it took, for a loop inside ``jit``.
         """
-        pilot = self._check(state)[0]
+        self._check(state, call="adjust(state)")
         if isinstance(state.records, Tracer):
             raise ValueError("adjust(state) reads the device: call it outside jit and scan")
+        if not isinstance(steps, bool) and hasattr(steps, "__index__"):
+            steps = operator.index(steps)
+        check_steps(steps, "steps")
+        return self._adjusted(state, steps)
+
+    def _adjusted(self, state: AdaptiveState, steps: int) -> AdaptiveState:
+        pilot = self._check(state)[0]
         if self._steps is None:
             # The first steps, or the first ones after arrays came from a checkpoint.
-            self._steps = int(np.asarray(state.records)[-1, records.STEP]) + 1
-            self._seen = self._steps - 1 - steps
+            taken = _taken(state)
+            if steps > taken:
+                raise ValueError(
+                    f"the scaler was told of {steps} steps and its state has taken {taken}: call "
+                    "adjust(state, steps=n) after n steps, with the state that they returned"
+                )
+            self._steps, self._seen = taken, taken - 1 - steps
         else:
             self._steps += steps
         if state.bins is not None or pilot.searching or self._steps - self._looked >= LOOK:
@@ -220,8 +225,18 @@ class Adaptive:
 
         Args:
             state: the current state.
+
+        Raises:
+            ValueError: the state is older than the last one that the scaler adjusted.
         """
-        pilot, traced, parameters = self._check(state)
+        pilot, traced, parameters = self._check(state, call="to_dict(state)")
+        if isinstance(state.records, Tracer):
+            raise ValueError("to_dict(state) reads the device: call it outside jit and scan")
+        if self._steps is not None and (taken := _taken(state)) < self._steps:
+            raise ValueError(
+                f"the state has taken {taken} steps and its scaler {self._steps}: pass the state "
+                "of the last step"
+            )
         waiting = [
             s if isinstance(s, Arrived) else s.arrived(traced, parameters) for s in self._queue
         ]
@@ -245,24 +260,32 @@ class Adaptive:
         Args:
             saved: what ``to_dict`` gave.
             *args: as for ``init``.
+
+        Raises:
+            ValueError: it is damaged, or of another loss function. Nothing was changed.
         """
         read = schema.read(SAVED, saved, "adaptive scaler", ADVICE)
-        state = self.init(*args)
-        pilot = self._check(state)[0]
+        model, pilot, state = self._new(args)
         pilot.check(saved["pilot"])
-        before, policy = read["arrays"], state.loss_scale.policy
-        if isinstance(policy, Predictive) and before["peak"] is None:
+        arrays, policy = read["arrays"], state.loss_scale.policy
+        if isinstance(policy, Predictive) and arrays["peak"] is None:
             # Of a version that predicted otherwise.
-            before |= policy.resume(float(before["scale"]))._asdict()
-        arrays = {name: _loaded(name, x, state) for name, x in before.items()}
+            arrays |= policy.resume(arrays["scale"])._asdict()
+        schema.read(lambda _: check_fits(read, *model, policy), saved, "adaptive scaler", ADVICE)
         pilot.follow(read["pilot"])
+        self._begin(model, pilot)
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
-        self._offsets = tuple(np.asarray(arrays["offsets"]).tolist())
-        self._limits = _limits(pilot)
-        loss_scale = state.loss_scale.replace(**{n: arrays[n] for n in (*LEAVES, *PREDICTED)})
-        own = {name: arrays[name] for name in ARRAYS}
-        state = state.replace(loss_scale=loss_scale, **own)
+        self._offsets = tuple(arrays["offsets"])
+        if state.limit is not None:
+            arrays["limit"], arrays["least"] = self._limits
+
+        def loaded(own: Any, names: Sequence[str]) -> dict[str, Any]:
+            fields = {name: getattr(own, name) for name in names}
+            return {n: _like(arrays[n], x) for n, x in fields.items() if x is not None}
+
+        loss_scale = state.loss_scale.replace(**loaded(state.loss_scale, (*LEAVES, *PREDICTED)))
+        state = state.replace(loss_scale=loss_scale, **loaded(state, ARRAYS))
         return self._formed(state, read["probing"])
 
     def _step(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
@@ -288,11 +311,12 @@ class Adaptive:
         while len(self._queue) > 1 or (self._queue and pilot.searching):
             found = self._queue.popleft()
             arrived = found if isinstance(found, Arrived) else found.arrived(traced, parameters)
-            state = self._heed(arrived, state)
+            state = self._follow(arrived, state)
         return state
 
-    def _heed(self, arrived: Arrived, state: AdaptiveState) -> AdaptiveState:
+    def _follow(self, arrived: Arrived, state: AdaptiveState) -> AdaptiveState:
         """Shows the pilot some steps, and does what it says."""
+        self._sound(arrived, state.loss_scale.policy)
         pilot = self._check(state)[0]
         assert self._steps is not None
         last = max((i for i, row in enumerate(arrived.rows) if row.overflow), default=None)
@@ -321,6 +345,29 @@ class Adaptive:
             state = state.replace(limit=limit, least=least)
         return state
 
+    def _sound(self, arrived: Arrived, policy: Policy) -> None:
+        """Warn once of steps that no scale can save: those of a bad loss, and at the floor."""
+        floor = math.frexp(policy.min_scale)[1] - 1
+        lost = [row for row in arrived.rows if row.overflow and not row.bad_loss]
+        if any(row.bad_loss for row in arrived.rows) and "loss" not in self._said:
+            self._said.add("loss")
+            warn(
+                "gradlift: the loss is inf or NaN before it is scaled: the data, the weights or "
+                "the forward pass hold what is not finite, and no loss scale can help. The step is "
+                f"skipped and the scale stays as it is. {_DEBUG}",
+                "the-loss-is-inf-or-nan",
+                stacklevel=6,
+            )
+        if any(row.exponent <= floor for row in lost) and "floor" not in self._said:
+            self._said.add("floor")
+            names = ", ".join(arrived.overflowed[:3]) + ", ..." * (len(arrived.overflowed) > 3)
+            warn(
+                f"gradlift: a step overflowed with the scale at its floor, 2^{floor}. The "
+                f"gradients hold infs or NaNs that no scale removes, in {names}. {_DEBUG}",
+                AT_FLOOR,
+                stacklevel=6,
+            )
+
     def _formed(self, state: AdaptiveState, probing: bool) -> AdaptiveState:
         """The state with the arrays that a probe needs or a step, and no others."""
         needed, sites = probing or any(self._offsets), self._check(state)[1].analysis.sites
@@ -329,13 +376,17 @@ class Adaptive:
             bins=_like(np.zeros((len(sites), BINS)), state.records) if probing else None,
         )
 
-    def _check(self, state: Any, args: Sequence[Any] = ()) -> tuple[Pilot, Traced, Parameters]:
+    def _check(
+        self, state: Any, args: Sequence[Any] = (), call: str = "scaler(state, *args)"
+    ) -> tuple[Pilot, Traced, Parameters]:
         if not isinstance(state, AdaptiveState):
             swapped = any(isinstance(arg, AdaptiveState) for arg in args)
             advice = "the state comes first" if swapped else "make one with scaler.init(*args)"
+            if isinstance(state, tuple) and state and isinstance(state[0], AdaptiveState):
+                advice = "unpack what a step returns, state, out = scaler(state, *args)"
             raise ValueError(
-                f"scaler(state, *args) takes the state of an adaptive scaler, got "
-                f"{type(state).__name__}: {advice}"
+                f"{call} takes the state of an adaptive scaler, got {type(state).__name__}: "
+                f"{advice}"
             )
         if self._model is None or self._pilot is None:
             raise ValueError("call scaler.init(*args) before the first step: it finds the cuts")
@@ -380,15 +431,6 @@ def _everywhere(args: Any) -> NamedSharding | None:
     return None
 
 
-def _loaded(name: str, values: Any, state: AdaptiveState) -> jax.Array | None:
-    """An array of a checkpoint, where the new one lies; None where the new state has none."""
-    new = getattr(state if name in ARRAYS else state.loss_scale, name)
-    if new is None:
-        return None
-    array = np.asarray(values)
-    if values is None or array.shape != new.shape:
-        raise ValueError(
-            f"{name} was saved with shape {array.shape} and this loss function has {new.shape}: "
-            "its cuts or parameters are others"
-        )
-    return _like(array, new)
+def _taken(state: AdaptiveState) -> int:
+    """How many steps a state has behind it; waits for the device."""
+    return max(int(np.asarray(state.records)[-1, records.STEP]) + 1, 0)

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from gradlift import policy as rule
+from gradlift import schema
 from gradlift.floor import react
 from gradlift.jax import axes
 from gradlift.jax.axes import AxisName
 from gradlift.policy import (
+    LARGEST_GAP,
     LARGEST_SCALE,
     SMALLEST_SCALE,
     Dynamic,
@@ -108,10 +113,52 @@ def _restored(target: LossScaleState, saved: Mapping[str, Any]) -> LossScaleStat
 
     ``Predictive`` goes on from the scale alone where another policy saved them.
     """
-    names, policy = leaf_names(target.policy), target.policy
-    if isinstance(policy, Predictive) and "peak" not in saved:
-        target, names = _state(policy, policy.resume(float(saved["scale"]))), LEAVES[3:]
-    return target.replace(**{name: saved[name] for name in names})
+    policy, checks = target.policy, {name: _FIELDS[name] for name in leaf_names(target.policy)}
+    if isinstance(policy, Predictive):
+        if isinstance(saved, Mapping) and "peak" not in saved:
+            own = {name: _FIELDS[name] for name in LEAVES}
+            found = schema.read(schema.open_record(**own), saved, "loss scale", _ADVICE)
+            start = _state(policy, policy.resume(float(found["scale"])))
+            return start.replace(**{name: found[name] for name in LEAVES[3:]})
+        checks["scale"] = _array(power_of_two)
+    return target.replace(**schema.read(schema.open_record(**checks), saved, "loss scale", _ADVICE))
+
+
+def power_of_two(value: Any) -> float:
+    """Check a scale of ``Predictive``."""
+    found = schema.number(SMALLEST_SCALE, LARGEST_SCALE)(value)
+    if math.frexp(found)[0] != 0.5:
+        raise schema.Mismatch("a power of two", value)
+    return found
+
+
+def _array(check: schema.Check) -> schema.Check:
+    """An array of what ``check`` takes, each element by itself; placeholders pass."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return value
+        if isinstance(value, (bool, int, float, np.generic, np.ndarray, jax.Array)):
+            for element in np.ravel(value).tolist():
+                check(element)
+        elif not hasattr(value, "dtype"):
+            raise schema.Mismatch("an array", value)
+        return value
+
+    return checked
+
+
+_COUNT = schema.whole(0, 2**31 - 1)
+_FIELDS = {
+    "scale": _array(schema.number(SMALLEST_SCALE, LARGEST_SCALE)),
+    "growth_tracker": _array(_COUNT),
+    "hysteresis_tracker": _array(_COUNT),
+    "finite": _array(schema.flag),
+    "skipped_steps": _array(_COUNT),
+    "peak": _array(schema.number(0.0, LARGEST_SCALE)),
+    "gap": _array(schema.number(0.0, LARGEST_GAP)),
+}
+_ADVICE = "the state is damaged: load another checkpoint, or none, and the scale starts over"
 
 
 class ValueAndGrad(NamedTuple):
@@ -180,6 +227,11 @@ def scale(state: LossScaleState, loss: Tree) -> Tree:
     check_state(state, "scale(state, loss)")
 
     def scaled(x: Any) -> jax.Array:
+        if not inexact(x):
+            raise ValueError(
+                f"scale(state, loss) takes a floating-point loss, got {jnp.result_type(x)}: its "
+                "gradient would be 0 everywhere"
+            )
         x = at_least_float32(x)
         return x * state.scale.astype(x.dtype)
 
@@ -261,13 +313,21 @@ def update(
         ValueError: a ``Predictive`` state without ``largest``.
     """
     check_state(state, "update(state, finite)")
-    finite = jnp.asarray(finite, bool)
+    finite = flag(finite, "finite", "gradlift.jax.all_finite(grads)", state)
+    if loss_finite is not True:
+        instead = "gradlift.jax.all_finite(loss), and the largest gradient as largest="
+        loss_finite = flag(loss_finite, "loss_finite", instead, state)
     if isinstance(state.policy, Predictive):
         if largest is None:
             raise ValueError(
                 "the state has the policy Predictive, which needs the largest gradient: pass "
                 "update(state, finite, largest=gradlift.jax.largest_gradient(grads)), with "
                 "unscaled gradients"
+            )
+        if not _is_like(state, largest):
+            raise ValueError(
+                f"largest is one number, got {_kind(largest)}: pass "
+                "gradlift.jax.largest_gradient(grads)"
             )
         largest = jnp.asarray(largest, jnp.float32)
     before = ScaleState(*(getattr(state, name) for name in ScaleState._fields))
@@ -279,12 +339,45 @@ def update(
     return state.replace(finite=latest, skipped_steps=skipped, **after._asdict())
 
 
+def flag(value: Any, name: str, instead: str, state: LossScaleState | None = None) -> jax.Array:
+    """Return a flag as a bool array; refuse gradients, losses and trees, which are none.
+
+    Args:
+        value: a bool or a whole number, or an array of these: 0-d, or of the shape of the state's.
+        name: of the argument.
+        instead: what to pass.
+        state: for states that are stacked.
+    """
+    if not _is_like(state, value) or inexact(value):
+        raise ValueError(f"{name} is one True or False, got {_kind(value)}: pass {instead}")
+    return jnp.asarray(value, bool)
+
+
+def _is_like(state: LossScaleState | None, value: Any) -> bool:
+    """Whether a value is a number, or an array of the shape that the state's have."""
+    if isinstance(value, (bool, int, float)):
+        return True
+    shape = getattr(value, "shape", None)
+    return shape == () or (state is not None and shape == jnp.shape(state.scale))
+
+
+def _kind(value: Any) -> str:
+    array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return f"{value.dtype} of shape {value.shape}" if array else type(value).__name__
+
+
 def select(finite: jax.Array, new: Tree, old: Tree) -> Tree:
     """``new`` where the step may be taken, ``old`` where it is skipped, leaf by leaf.
 
     Every leaf keeps the dtype that it has in ``old``: true gradients are float32, and
     half-precision parameters would otherwise become it.
+
+    Raises:
+        ValueError: the two are not alike, or ``finite`` is no flag.
     """
+    finite = flag(finite, "finite", "the flag of the step, as in select(finite, new, old)")
+    if (found := jax.tree.structure(new)) != (wanted := jax.tree.structure(old)):
+        raise ValueError(f"select(finite, new, old): new is {found}, and old is {wanted}")
 
     def leaf(n: Any, o: Any) -> jax.Array:
         n = jnp.asarray(n)
@@ -311,9 +404,11 @@ def value_and_grad(
     Returns:
         A function of ``(state, *args, **kwargs)`` that returns a ``ValueAndGrad``.
     """
+    check_function(fun, argnums)
 
     def grad_fn(state: LossScaleState, *args: Any, **kwargs: Any) -> ValueAndGrad:
         check_state(state, "grad_fn(state, *args)", args)
+        check_arguments(args, argnums)
 
         def scaled(*args: Any) -> tuple[jax.Array, Any]:
             value = fun(*args, **kwargs)
@@ -324,6 +419,39 @@ def value_and_grad(
         return finish(state, value, grads, has_aux, axis_name)
 
     return grad_fn
+
+
+def check_function(fun: Any, argnums: Any) -> None:
+    """Refuse what is no loss function, and positions that are none."""
+    if not callable(fun):
+        raise ValueError(f"the loss function must be callable, got {_kind(fun)}")
+    wanted = argnums if isinstance(argnums, (tuple, list)) else [argnums]
+    if not wanted or not all(isinstance(n, int) and not isinstance(n, bool) for n in wanted):
+        raise ValueError(
+            f"argnums is the position to differentiate, or a tuple of them, got {argnums!r}"
+        )
+
+
+def check_arguments(args: Sequence[Any], argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the positions to differentiate, from 0; refuse arguments that have no gradient."""
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    for n in wanted:
+        if not -len(args) <= n < len(args):
+            raise ValueError(
+                f"argnums={argnums} names position {n}, and the loss function was called with "
+                f"{len(args)} positional arguments, not counting the state"
+            )
+    positions = tuple(range(len(args))[n] for n in wanted)
+    for n in positions:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[n]):
+            dtype = getattr(leaf, "dtype", None)
+            if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+                where = f"argument {n}{jax.tree_util.keystr(path)}"
+                raise ValueError(
+                    f"{where} is {dtype}, which has no gradient: keep it out of the arguments that "
+                    "argnums names"
+                )
+    return positions
 
 
 def loss_of(value: Any, has_aux: bool) -> Any:
@@ -345,13 +473,18 @@ def loss_of(value: Any, has_aux: bool) -> Any:
         found = f"an array of shape {loss.shape}" if array else type(loss).__name__
         aux = "" if has_aux or not pair else "; for a pair (loss, aux) pass has_aux=True"
         raise ValueError(f"the loss function must return a scalar loss, got {found}{aux}")
+    dtype = getattr(loss, "dtype", None) or np.asarray(loss).dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"the loss function must return a floating-point loss, got {dtype}: nothing else has "
+            "a gradient"
+        )
     return loss
 
 
 def differing(args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: AxisName) -> Any:
     """``args`` with those to differentiate marked as different on every device of the axis."""
-    wanted = (argnums,) if isinstance(argnums, int) else argnums
-    positions = {range(len(args))[n] for n in wanted} if axis_name is not None else ()
+    positions = check_arguments(args, argnums) if axis_name is not None else ()
     names = axes.names(axis_name)
     return tuple(axes.vary(a, names) if i in positions else a for i, a in enumerate(args))
 
@@ -389,19 +522,31 @@ def fit_loss(state: LossScaleState, loss: Any) -> LossScaleState:
     return state.replace(scale=jnp.minimum(state.scale, 2.0**15))
 
 
-def check_floor(state: LossScaleState) -> None:
+def check_floor(state: Any) -> None:
     """Do what the policy's ``on_floor`` asks if the latest step overflowed at the floor.
 
     It waits for the device, so call it outside ``jit`` and as often as a log line.
 
     Args:
-        state: the current state.
+        state: the current state, or one that holds it: an optimizer's, or an adaptive scaler's.
 
     Raises:
         FloatingPointError: with ``on_floor="raise"``.
     """
-    state = plain(state)
-    react(state.policy, float(state.scale), bool(state.finite), state)
+    inside = scales_in(state)
+    state = plain(inside[0] if len(inside) == 1 else state)
+    if isinstance(state.scale, Tracer):
+        raise ValueError("check_floor(state) reads the device: call it outside jit and scan")
+    # A stacked state has a scale for each member.
+    scales, finite = np.ravel(state.scale), np.ravel(state.finite)
+    lowest = float(scales[~finite].min(initial=np.inf))
+    react(state.policy, lowest, bool(finite.all()), state)
+
+
+def scales_in(tree: Any) -> list[LossScaleState]:
+    """Return the loss scales in a tree, wherever they are."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaleState))
+    return [node for node in nodes if isinstance(node, LossScaleState)]
 
 
 def plain(state: LossScaleState) -> LossScaleState:
@@ -417,9 +562,21 @@ def from_flax(dynamic_scale: Any) -> LossScaleState:
     Args:
         dynamic_scale: a ``flax.training.dynamic_scale.DynamicScale`` outside ``jit``.
     """
-    now = float(dynamic_scale.scale)
+    now = _number(dynamic_scale, "scale", "from_flax takes a flax DynamicScale")
     policy = flax_policy(dynamic_scale, now, int(dynamic_scale.growth_interval) + 1)
     return _state(policy, ScaleState(now, int(dynamic_scale.fin_steps), policy.hysteresis))
+
+
+def _number(source: Any, name: str, takes: str) -> float:
+    """Return the scale that another library's object holds."""
+    value = getattr(source, name, None)
+    if isinstance(value, Tracer):
+        raise ValueError(f"{takes} outside jit: it reads the scale")
+    if isinstance(source, LossScaleState) or not isinstance(
+        value, (int, float, np.generic, np.ndarray, jax.Array)
+    ):
+        raise ValueError(f"{takes}, got {type(source).__name__}")
+    return float(value)
 
 
 def flax_policy(dynamic_scale: Any, init_scale: float, growth_interval: int) -> Dynamic:
@@ -441,7 +598,7 @@ def from_jmp(loss_scale: Any) -> LossScaleState:
         loss_scale: a ``jmp.DynamicLossScale``, ``StaticLossScale`` or ``NoOpLossScale`` outside
             ``jit``.
     """
-    now = float(loss_scale.loss_scale)
+    now = _number(loss_scale, "loss_scale", "from_jmp takes a loss scale of jmp")
     if not hasattr(loss_scale, "counter"):
         return init(Static(now))
     policy = jmp_policy(loss_scale, now, int(loss_scale.period))
@@ -458,6 +615,12 @@ def jmp_policy(loss_scale: Any, init_scale: float, growth_interval: int) -> Dyna
         min_scale=max(float(loss_scale.min_loss_scale), SMALLEST_SCALE),
         max_scale=LARGEST_SCALE,
     )
+
+
+def check_scale(scale: float, name: str) -> None:
+    """Refuse a scale that a user wrote and that is none."""
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(f"{name} must be a finite number above 0, got {scale!r}")
 
 
 def inexact(x: Any) -> bool:
@@ -483,8 +646,13 @@ def check_state(state: Any, call: str, others: Sequence[Any] = ()) -> None:
     """
     if isinstance(state, LossScaleState):
         return
-    swapped = any(isinstance(other, LossScaleState) for other in others)
-    advice = "the state comes first" if swapped else "make one with gradlift.jax.init()"
+    advice = "make one with gradlift.jax.init()"
+    if isinstance(state, (Static, Dynamic, Predictive)):
+        advice = "make one with gradlift.jax.init(policy)"
+    elif any(isinstance(other, LossScaleState) for other in others):
+        advice = "the state comes first"
+    elif len(scales_in(state)) == 1:
+        advice = "take the one that it holds, gradlift.jax.scale_state(...)"
     raise ValueError(
         f"{call} takes a gradlift.jax.LossScaleState, got {type(state).__name__}: {advice}"
     )

@@ -22,6 +22,7 @@ from gradlift.jax.state import (
     inexact,
     init,
     plain,
+    scales_in,
     select,
     unscale,
 )
@@ -64,12 +65,17 @@ def loss_scaled(
         it tell a forward pass that overflowed from a scale that is too high.
     """
     optax = _optax()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise ValueError(
+            "loss_scaled(inner, policy) takes an optax transformation, such as optax.adam(1e-3), "
+            f"got {inner if callable(inner) else type(inner).__name__}"
+        )
     policy = checked(policy)
     wrapped = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> LossScaledState:
         inner_state = wrapped.init(_float32(params))
-        if _nodes(inner_state, LossScaleState):
+        if scales_in(inner_state):
             raise ValueError(
                 "loss_scaled is around an optimizer that has a loss scale already: wrap it once"
             )
@@ -78,8 +84,20 @@ def loss_scaled(
     def update_fn(
         updates: Any, state: LossScaledState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaledState]:
+        if not hasattr(state, "loss_scale"):
+            swapped = isinstance(updates, LossScaledState)
+            advice = "the gradients come first" if swapped else "make one with init(params)"
+            raise ValueError(
+                "update(grads, state, params) takes the state of loss_scaled, got "
+                f"{type(state).__name__}: {advice}"
+            )
         grads = unscale(state.loss_scale, updates)
         loss = extra_args.get("value")
+        if loss is not None and jax.tree.structure(loss) != jax.tree.structure(0):
+            raise ValueError(
+                f"value= is the unscaled loss alone, got {type(loss).__name__}: leave out what "
+                "the loss function returned with it"
+            )
         loss_scale, finite = decided(state.loss_scale, grads, loss, axis_name)
         grads = select(finite, grads, jax.tree.map(jnp.zeros_like, grads))
         out, inner_state = wrapped.update(grads, state.inner, _float32(params), **extra_args)
@@ -95,9 +113,10 @@ def scale_state(opt_state: Any) -> LossScaleState:
     Args:
         opt_state: the state of an optimizer that holds one ``loss_scaled``.
     """
-    found = _nodes(opt_state, LossScaleState)
-    held_back = _nodes(opt_state, _optax().ApplyIfFiniteState)
-    if any(_nodes(node, LossScaleState) for node in held_back):
+    found, kind = scales_in(opt_state), _optax().ApplyIfFiniteState
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    held_back = [node for node in nodes if isinstance(node, kind)]
+    if any(scales_in(node) for node in held_back):
         raise ValueError(
             "optax.apply_if_finite is around gradlift.jax.loss_scaled and keeps every overflow "
             "from it, so that the scale never backs off: leave it out, or put it inside"
@@ -108,12 +127,6 @@ def scale_state(opt_state: Any) -> LossScaleState:
             "optimizer once with gradlift.jax.loss_scaled"
         )
     return plain(found[0])
-
-
-def _nodes(tree: Any, kind: type) -> list[Any]:
-    """What is of a kind in a tree, wherever it is."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [node for node in nodes if isinstance(node, kind)]
 
 
 def _float32(params: Any) -> Any:
