@@ -288,6 +288,71 @@ def test_an_evaluation_between_two_steps_is_not_watched():
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
 
 
+def compiler_stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+QUIET = pytest.mark.filterwarnings(
+    "ignore:gradlift:RuntimeWarning",
+    # The compiler's own: of tensors between graphs, and of the hooks of a search without a model.
+    "ignore:The .grad attribute",
+    "ignore:Using `torch.compile.module",
+)
+
+
+class Pair:
+    """A generator and a discriminator, compiled, each with a scaler of its own."""
+
+    def __init__(self, named: bool, kind: type[GradScaler] = GradScaler) -> None:
+        self.models = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.calls = [torch.compile(model, backend="aot_eager") for model in self.models]
+        if kind is AdaptiveGradScaler:
+            self.scalers = [kind(call, "cpu") for call in self.calls]
+        else:
+            names = self.calls if named else (None, None)
+            self.scalers = [kind("cpu", model=model) for model in names]
+        self.optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in self.models]
+
+    def step(self, x: Tensor) -> None:
+        make, judge = self.calls
+        losses = lambda: judge(make(x)).mean(), lambda: judge(make(x).detach()).mean()
+        for loss, scaler, optimizer in zip(losses, self.scalers, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss()).backward()
+            scaler.step(optimizer)
+        for scaler in self.scalers:
+            scaler.update()
+
+
+@QUIET
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("kind", ["named", "unnamed", "adaptive"])
+def test_two_scalers_that_search_at_once_leave_the_compiler_as_it_was(kind: str):
+    adaptive = AdaptiveGradScaler if kind == "adaptive" else GradScaler
+    pair = Pair(kind == "named", adaptive)
+    x = torch.randn(8, 4)
+    for batch in (x, x * math.nan, x * math.nan, x, x, x):
+        pair.step(batch)
+    assert compiler_stance() == "default"
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+    assert all(scaler.last_cause is not None for scaler in pair.scalers)
+
+
+@QUIET
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_search_that_an_error_ends_leaves_the_compiler_as_it_was():
+    pair = Pair(named=False)
+    pair.step(torch.full((8, 4), math.nan))
+    assert compiler_stance() == "force_eager"
+    with pytest.raises(RuntimeError, match="shapes"):
+        pair.step(torch.randn(8, 5))
+    pair.scalers.pop(0)
+    assert compiler_stance() == "force_eager"
+    pair.scalers.clear()
+    assert compiler_stance() == "default"
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
 @BOTH
 def test_a_guard_mends_and_training_goes_on(kind: type[GradScaler]):
     model = network(hot=True)

@@ -15,8 +15,10 @@ which module that was.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradlift.torch.compiled.entry_points import uncompiled
 from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
 from gradlift.torch.forward.values import has_values, is_captured, values_of
@@ -53,7 +56,7 @@ class StepWatch:
         self._tensors = {} if model is None else _tensors_of(model)
         self._mode: _Mode | None = None
         self._handles: list[Any] = []
-        self._stance: Any = None
+        self._stance = contextlib.ExitStack()
         self._noted: list[tuple[Operation, list[Place]]] = []
         """Operations whose outputs lack their numbers, and where these are."""
         self._writers: dict[int, tuple[int, int]] = {}
@@ -79,12 +82,10 @@ class StepWatch:
             return
         if "torch._dynamo" in sys.modules:
             # A compiled model shows nothing of itself; for this step it runs as it was written.
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
+            self._stance.enter_context(uncompiled())
         self.is_late = False
         self._handles = [*self._hook()]
-        self._mode = _Mode(self)
-        self._mode.__enter__()
+        self._mode = _Mode.joined_by(self)
 
     def start_with(self, model: nn.Module) -> None:
         """Watch from the next forward pass on that is to be differentiated, of ``model`` or of a
@@ -117,11 +118,10 @@ class StepWatch:
         self._wait_no_more()
         mode, self._mode = self._mode, None
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.leave(self)
             for handle in self._handles:
                 handle.remove()
-            if self._stance is not None:
-                self._stance.__exit__(None, None, None)
+            self._stance.close()
 
     def see_loss(self, loss: Tensor) -> None:
         """This tensor, any shape, is a loss; where it is not finite, this is what to explain."""
@@ -153,8 +153,7 @@ class StepWatch:
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run; called by the mode."""
         if len(self._noted) > MOST:
-            self.stop()
-            return
+            return  # ``_leave`` ends it: a mode cannot end while it is asked
         schema = func._schema
         written = [*_tensors_in(out), *_written(schema, args, kwargs)]
         inputs = list(_tensors_in((args, kwargs)))
@@ -230,6 +229,8 @@ class StepWatch:
         if self._stack:
             name, first = self._stack.pop()
             self._calls.append((first, torch.autograd._get_sequence_nr(), name))
+        if len(self._noted) > MOST:
+            self.stop()
 
     def _module_now(self) -> str | None:
         return self._stack[-1][0] if self._stack else None
@@ -258,19 +259,44 @@ class StepWatch:
 
 
 class _Mode(TorchDispatchMode):
-    """Tells the watch of every operation."""
+    """Tells all watches of a thread of every operation.
 
-    def __init__(self, watch: StepWatch) -> None:
+    Modes end in the opposite order to that in which they began, and watches end in any, so they
+    share one mode.
+    """
+
+    _here = threading.local()
+
+    @classmethod
+    def joined_by(cls, watch: StepWatch) -> _Mode:
+        """Return the mode of this thread, which tells ``watch`` from now on."""
+        mode = getattr(cls._here, "mode", None)
+        if mode is None:
+            mode = cls._here.mode = cls()
+            mode.__enter__()
+        mode._watches.append(watch)
+        return mode
+
+    def __init__(self) -> None:
         super().__init__()
-        self._watch = watch
+        self._watches: list[StepWatch] = []
+
+    def leave(self, watch: StepWatch) -> None:
+        """Tell ``watch`` no more, and end after the last one. Where the garbage collector calls
+        this in another thread the mode stays on, and has nobody to tell."""
+        self._watches.remove(watch)
+        if not self._watches and getattr(self._here, "mode", None) is self:
+            self._here.mode = None
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._watch.is_on and not self._watch.is_measuring:
+        if not any(watch.is_measuring for watch in self._watches):
             with torch.no_grad():
-                self._watch.note(func, args, kwargs or {}, out)
+                for watch in tuple(self._watches):
+                    watch.note(func, args, kwargs or {}, out)
         return out
 
 
