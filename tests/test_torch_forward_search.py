@@ -109,6 +109,63 @@ def test_a_bad_batch_is_told_from_a_bad_model(kind: type[GradScaler]):
     assert run.scaler.last_cause.kind == "input"
 
 
+class Functional:
+    """A model that is no module, with weights of its own."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(8, 3, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def parameters(self) -> list[Tensor]:
+        return [self.weight]
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "spoil", "kind", "name"),
+    [
+        (network, lambda m: m[2].weight, "parameter", "Sequential.2.weight"),
+        (normed, lambda m: m[1].running_mean, "buffer", "Sequential.1.running_mean"),
+        (lambda: nn.DataParallel(network()), lambda m: m.module[0].bias, "parameter", "0.bias"),
+        (Functional, lambda m: m.weight, "parameter", r"param_groups\[0\]\['params'\]\[0\]"),
+    ],
+    ids=["weight", "buffer", "wrapped", "no module"],
+)
+def test_spoiled_weights_are_no_bad_data_without_a_model(build, spoil, kind, name):
+    model = build()
+    run = Run(model, GradScaler("cpu"))
+    run.step()
+    with torch.no_grad():
+        spoil(model).view(-1)[1] = math.nan
+    with pytest.warns(RuntimeWarning, match=rf"gradlift: the {kind} \S*{name} already holds 1 NaN"):
+        run.steps(3)
+    assert run.scaler.last_cause.kind == kind
+
+
+def test_spoiled_weights_of_another_model_are_no_bad_data():
+    model, head = network(), nn.Linear(3, 2)
+    run = Run(nn.Sequential(model, head), GradScaler("cpu", model=model))
+    run.optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with torch.no_grad():
+        head.weight[0] = math.nan
+    with pytest.warns(RuntimeWarning, match="gradlift: a parameter already holds 3 NaN"):
+        run.steps(3)
+    assert run.scaler.last_cause.kind == "parameter"
+
+
+def test_bad_data_that_needs_a_gradient_is_still_bad_data():
+    model = network()
+    run = Run(model, GradScaler("cpu"))
+    with pytest.warns(RuntimeWarning, match="gradlift: an input already holds"):
+        run.steps(3, (X * math.nan).requires_grad_())
+    assert run.scaler.last_cause.kind == "input"
+
+
 @pytest.mark.filterwarnings("ignore:gradlift. a step overflowed with the scale at its floor")
 @BOTH
 def test_nan_gradients_behind_a_finite_loss(kind: type[GradScaler]):
@@ -209,7 +266,7 @@ def test_ranks_watch_together_whatever_their_guards_find(seed: int, rate: float)
         watching = {isinstance(search.under_way, StepWatch) for search in searches}
         assert len(watching) == 1
         for search in searches:
-            search.end((), lambda found, late: (None, False))
+            search.end({}, lambda found, late: (None, False))
             search.end_step()
         bad, before = chance.random() < rate, list(counts)
         counts[BAD_LOSS] += bad

@@ -15,7 +15,7 @@ until a step is taken.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -154,18 +154,20 @@ class CauseSearch:
             self._more -= 1
             self.under_way = Look(self.guard)
 
-    def end(self, grads: Iterable[Tensor], share: Share) -> None:
+    def end(self, parameters: Mapping[str, Tensor], share: Share) -> None:
         """Gradients are about to be looked at: what broke the step, if it was watched.
 
         Args:
-            grads: those that are there.
+            parameters: the optimizer's, by name.
             share: over the ranks.
         """
         watch = self.under_way
         if not isinstance(watch, StepWatch) or self._goes_on:
             return
         self.stop()
-        found, late = share(None if watch.is_late else watch.cause(grads), watch.is_late)
+        grads = [p.grad for p in parameters.values() if p.grad is not None]
+        found = None if watch.is_late else watch.cause(grads, parameters)
+        found, late = share(found, watch.is_late)
         was_late, self._was_late = self._was_late, late
         if found is None:
             self._is_answered = late

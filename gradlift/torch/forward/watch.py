@@ -19,7 +19,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,9 @@ from gradlift.torch.names import Names
 MOST = 500_000
 
 
+UNNAMED = "parameter", ""
+"""A parameter that neither the model nor the optimizer has."""
+
 Place = tuple[torch.device, int]
 """Where the numbers of a tensor are: its device, and its row among those of the device."""
 
@@ -57,8 +60,9 @@ class StepWatch:
         self._mode: _Mode | None = None
         self._handles: list[Any] = []
         self._stance = contextlib.ExitStack()
-        self._noted: list[tuple[Operation, list[Place]]] = []
-        """Operations whose outputs lack their numbers, and where these are."""
+        self._noted: list[tuple[Operation, list[Place], int | None]] = []
+        """Operations whose outputs lack their numbers, and where these are; of a tensor that was
+        there before, its storage."""
         self._writers: dict[int, tuple[int, int]] = {}
         self._held: dict[int, StorageWeakRef] = {}
         self._numbers: dict[torch.device, list[Tensor]] = {}
@@ -133,14 +137,18 @@ class StepWatch:
                 self._losses.extend(self._read((loss,)))
             self.is_measuring = False
 
-    def cause(self, grads: Iterable[Tensor]) -> Cause | None:
+    def cause(self, grads: Iterable[Tensor], trained: Mapping[str, Tensor] = {}) -> Cause | None:
         """What broke the step; None if nothing did. Waits for the device.
 
         Args:
             grads: the gradients to explain where the losses were finite.
+            trained: the optimizer's parameters by name, which the model may not have.
         """
         self.stop()
         last = self._read(grads)
+        for name, tensor in trained.items():
+            if self._tensors.get(_key(tensor), UNNAMED) == UNNAMED:
+                self._tensors[_key(tensor)] = "parameter", name
         operations = self._operations()
         found = find(operations, self._losses)
         if found is not None:
@@ -157,6 +165,9 @@ class StepWatch:
         schema = func._schema
         written = [*_tensors_in(out), *_written(schema, args, kwargs)]
         inputs = list(_tensors_in((args, kwargs)))
+        for tensor in inputs:
+            if isinstance(tensor, nn.Parameter):  # here alone: others see views of it
+                self._tensors.setdefault(_key(tensor), UNNAMED)
         read = {_key(tensor) for tensor in inputs}
         if not schema.is_mutable and all(_key(tensor) in read for tensor in written):
             return  # a view, or nothing
@@ -174,12 +185,20 @@ class StepWatch:
         for output, tensor in enumerate(floats):
             self._wrote(tensor, index, output)
 
-    def _add(self, name: str, module: str | None, outputs: Iterable[Tensor], **about: Any) -> None:
-        """Note an operation, or a tensor that was there before; ``about`` as for ``Operation``."""
+    def _add(
+        self,
+        name: str,
+        module: str | None,
+        outputs: Iterable[Tensor],
+        key: int | None = None,
+        **about: Any,
+    ) -> None:
+        """Note an operation, or a tensor that was there before, by its storage; ``about`` as for
+        ``Operation``."""
         measured = list(map(self._measured, outputs))
         values = tuple(value for value, _ in measured)
         operation = Operation(name, module, values, **about)
-        self._noted.append((operation, [place for _, place in measured]))
+        self._noted.append((operation, [place for _, place in measured], key))
 
     def _wrote(self, tensor: Tensor, index: int, output: int) -> None:
         storage = _storage(tensor)
@@ -197,9 +216,8 @@ class StepWatch:
                 continue
             key = _key(tensor)
             if key not in self._writers:
-                source, name = self._tensors.get(key, ("input", ""))
                 self._wrote(tensor, len(self._noted), 0)
-                self._add(name, self._module_now(), (tensor,), source=source)
+                self._add("", self._module_now(), (tensor,), key, source="input")
             found.append(self._writers[key])
         return tuple(found)
 
@@ -222,6 +240,10 @@ class StepWatch:
     # Where it runs.
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._stack and not self._modules and id(module) not in self._names:
+            own = self._names[id(module)] = type(module).__name__
+            for key, (source, name) in _tensors_of(module).items():
+                self._tensors[key] = source, f"{own}.{name}"
         name = self._names.get(id(module), type(module).__name__)
         self._stack.append((name, torch.autograd._get_sequence_nr()))
 
@@ -252,10 +274,13 @@ class StepWatch:
             infs, positive, nans = map(int, counts)
             return replace(value, largest=largest, infs=infs, positive=positive, nans=nans)
 
-        return [
-            replace(operation, outputs=tuple(map(counted, operation.outputs, places)))
-            for operation, places in self._noted
-        ]
+        found = []
+        for operation, places, key in self._noted:
+            about: dict[str, Any] = {"outputs": tuple(map(counted, operation.outputs, places))}
+            if key in self._tensors:
+                about["source"], about["name"] = self._tensors[key]
+            found.append(replace(operation, **about))
+        return found
 
 
 class _Mode(TorchDispatchMode):

@@ -91,8 +91,9 @@ class GradCheck:
         if self.scale.scale is None or self.scale.counts is None:
             self.scale.require(caller)
         if self.search.under_way is not None:
-            found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
-            self.search.end(found, self._share_cause)
+            names = self.overflows.names(optimizer)
+            trained = dict(zip(names, grads.parameters(optimizer), strict=True))
+            self.search.end(trained, self._share_cause)
 
     def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
         ranks = self.agreement.ranks
