@@ -266,7 +266,9 @@ def test_ranks_watch_together_whatever_their_guards_find(seed: int, rate: float)
         watching = {isinstance(search.under_way, StepWatch) for search in searches}
         assert len(watching) == 1
         for search in searches:
-            search.end({}, lambda found, late: (None, False))
+            search.end({})
+            search.finding = None if search.finding is None else (None, False)
+            search.conclude()
             search.end_step()
         bad, before = chance.random() < rate, list(counts)
         counts[BAD_LOSS] += bad
@@ -407,6 +409,24 @@ def test_a_search_that_an_error_ends_leaves_the_compiler_as_it_was():
     assert compiler_stance() == "force_eager"
     pair.scalers.clear()
     assert compiler_stance() == "default"
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+@BOTH
+@pytest.mark.parametrize("forward", [None, "mend"])
+def test_a_search_begins_again_when_a_live_scaler_loads_a_state(kind, forward):
+    model = network(hot=True)
+    run = Run(model, made(kind, model, forward=forward))
+    saved = copy.deepcopy(run.scaler.state_dict())
+    for _ in range(3):
+        match = "ForwardGuard runs" if forward else "made .* inf of"
+        with pytest.warns(RuntimeWarning, match=f"gradlift: .*{match}"):
+            run.steps(2)
+        run.scaler.load_state_dict(saved)
+        assert not is_looked_at(model)
+    run.step()
+    run.scaler.load_state_dict(saved)
+    assert not is_looked_at(model)
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import UNKNOWN
-from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks import message, ownership
 from gradlift.torch.ranks.agreement import Agreement
@@ -92,12 +91,19 @@ class GradCheck:
             self.scale.require(caller)
         if self.search.under_way is not None:
             names = self.overflows.names(optimizer)
-            trained = dict(zip(names, grads.parameters(optimizer), strict=True))
-            self.search.end(trained, self._share_cause)
+            self.search.end(dict(zip(names, grads.parameters(optimizer), strict=True)))
+            if self.agreement.ranks is None:
+                self.search.conclude()
 
-    def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
+    def _share_cause(self, rows: Tensor) -> None:
+        """What broke a watched step, over all ranks; this rank's alone if another has not watched,
+        and would not take part."""
         ranks = self.agreement.ranks
-        return (found, late) if ranks is None else first_of(found, late, ranks, self.scale.device)
+        if ranks is not None and bool(rows[:, message.WATCHED].all()):
+            finding = self.search.finding
+            assert finding is not None
+            self.search.finding = first_of(*finding, ranks, self.scale.device)
+        self.search.conclude()
 
     # Unscale and check.
 
@@ -262,8 +268,9 @@ class GradCheck:
             found, bad = known.dropped or (self.scale.zero, self.scale.zero)
             dropped = message.Dropped(known.drops, known.refusal is not None, found, bad)
         largest = UNKNOWN if known.largest is None and self.meter is not None else known.largest
+        watched = self.search.finding is not None
         return self.agreement.propose(
-            found_inf, known.bad_loss, state, settings, squares, dropped, largest
+            found_inf, known.bad_loss, state, settings, squares, dropped, largest, watched
         )
 
     def found(self, known: OptimizerStep) -> Tensor:
@@ -275,6 +282,8 @@ class GradCheck:
             verdict = self._settle(exchange)
             known.entry["found_inf_per_device"] = {device: verdict.found_inf}
             known.bad_loss = verdict.bad_loss
+            if self.search.finding is not None:
+                self._share_cause(verdict.rows)
             if self.meter is not None:
                 known.largest = message.largest(verdict.rows)
             if known.drops:
@@ -309,6 +318,7 @@ class GradCheck:
         except RuntimeError:
             self.steps.entries.clear()
             self.losses.end_iteration()
+            self.search.finding = None
             raise
 
     def overflow_counts(self, required: bool = False) -> tuple[Tensor, Tensor]:
