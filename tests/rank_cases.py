@@ -1,6 +1,6 @@
 """Cases for two and for four ranks, all in one launch; see ``test_torch_rank_cases``.
 
-    torchrun --nproc-per-node 2 tests/rank_cases.py OUT
+    torchrun --nproc-per-node 2 tests/rank_cases.py OUT [CASE ...]
 
 Each case is a function of its own with asserts in it, run on every rank.
 """
@@ -46,7 +46,7 @@ from torch.distributed.tensor.parallel import (
 from gradlift import Predictive, update
 from gradlift.policy import float32
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights, UnevenInputs
-from gradlift.torch.ranks.message import COLUMNS
+from gradlift.torch.ranks.message import ADDED, COLUMNS
 from gradlift.torch.step import grads
 
 OUT = Path()
@@ -162,7 +162,7 @@ def dtensors_imply_their_mesh_in_one_collective() -> None:
             scaler.step(optimizer, max_norm=max_norm)
             scaler.update()
         assert agreement_of(scaler).ranks.size == 2
-        assert sizes == [2 * COLUMNS * 8]
+        assert sizes == [2 * (COLUMNS + ADDED) * 8]
 
 
 @case(2)
@@ -463,6 +463,113 @@ def loading_on_one_rank_only() -> None:
     (weight,) = plain(2)
     scaler.step(sgd([weight]))
     assert not torch.equal(weight, torch.ones(2))
+
+
+@case(2)
+def settings_beside_the_policy_that_differ() -> None:
+    for option, mine, usual in (
+        ("forward", "mend", None),
+        ("max_consecutive_skips", 3, None),
+        ("clear_grads_on_skip", True, False),
+        ("on_floor", "raise", "warn"),
+    ):
+        options: Any = {option: mine if on_first(1) else usual, "process_group": dist.group.WORLD}
+        words = "another setting", "on rank 1", "on rank 0", f"on rank {dist.get_rank()}, forward="
+        disputed(scaler_of(model=nn.Linear(2, 2), **options), *words)
+
+
+@case(2, 4)
+def an_adaptive_scaler_beside_plain_ones_is_refused_by_all() -> None:
+    model, last = nn.Linear(4, 4), dist.get_world_size() - 1
+    kind = AdaptiveGradScaler if on_first(last) else GradScaler
+    scaler: Any = kind(model=model, device="cpu", process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        words = "the kind of scaler differs", f"rank {last} with an AdaptiveGradScaler"
+        refused(lambda: scaler.step(optimizer), *words)
+
+
+# Ranks that go back to a checkpoint.
+
+
+class Trained:
+    """A model that every rank trains, its loss spoiled when asked."""
+
+    def __init__(self, kind: Any = GradScaler, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        group = dist.group.WORLD
+        self.scaler = kind(model=self.model, device="cpu", process_group=group, **options)
+
+    def step(self, bad: bool = False) -> None:
+        self.optimizer.zero_grad()
+        x = torch.full((3, 4), math.nan if bad and on_first(1) else 1.0)
+        self.scaler.scale(self.model(x).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@case(2)
+def a_replaced_rank_goes_on_with_those_that_have_loaded_more_often() -> None:
+    for kind in (GradScaler, AdaptiveGradScaler):
+        for forward in (None, "mend"):
+            trained = Trained(kind, forward=forward)
+            trained.step()
+            saved = everyone(trained.scaler.state_dict())[0]
+            for time in range(3):
+                trained.scaler.load_state_dict(saved)
+                for bad in (False, True, True, time == 1, False):
+                    trained.step(bad)
+                if on_first(1) and time:
+                    trained = Trained(kind, forward=forward)
+            trained.scaler.load_state_dict(saved)
+            trained.step()
+            assert len(set(everyone(trained.scaler.get_scale()))) == 1
+
+
+@case(2)
+def survivors_go_back_from_the_middle_of_a_step() -> None:
+    trained = Trained()
+    saved = trained.scaler.state_dict()
+    trained.step()
+    if on_first():
+        trained.scaler.scale(trained.model(torch.ones(3, 4)).mean()).backward()
+        trained.scaler.unscale_(trained.optimizer)
+    else:
+        trained = Trained()
+    trained.scaler.load_state_dict(saved)
+    for _ in range(2):
+        trained.step()
+    assert not bool(trained.scaler.last_step_skipped)
+
+
+@case(2)
+def after_a_rollback_a_bad_step_is_traced_again() -> None:
+    for kind in (GradScaler, AdaptiveGradScaler):
+        trained = Trained(kind)
+        saved = trained.scaler.state_dict()
+        for _ in range(3):
+            for bad in (True, True):
+                trained.step(bad)
+            cause = trained.scaler.last_cause
+            assert (cause.kind, cause.rank) == ("input", 1), kind
+            trained.scaler.load_state_dict(saved)
+            trained.scaler._search.last = None
+
+
+@case(2)
+def a_rank_that_alone_watches_a_step_waits_for_nobody() -> None:
+    trained = Trained()
+    for bad in (True, True):
+        trained.step(bad)
+    if on_first():
+        search = trained.scaler._search
+        search.__setstate__(search.__getstate__())  # as in a scaler that came from a pickle
+    for bad in (True, True, False, True, True):
+        trained.step(bad)
+    assert len(set(everyone(trained.scaler.get_scale()))) == 1
 
 
 # The rest of the scaler, among ranks.
@@ -1147,12 +1254,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     told: dict[str, str] = {}
+    asked = sys.argv[2:]
     for function in CASES[dist.get_world_size()]:
+        if asked and function.__name__ not in asked:
+            continue
         try:
             function()
             told[function.__name__] = "passed"
         except (Exception, pytest.fail.Exception):
             told[function.__name__] = traceback.format_exc()
+            print(function.__name__, told[function.__name__], file=sys.stderr, flush=True)
         dist.barrier()
     world = dist.get_world_size()
     (OUT / f"{world}-{dist.get_rank()}.json").write_text(json.dumps(told))

@@ -109,6 +109,63 @@ def test_a_bad_batch_is_told_from_a_bad_model(kind: type[GradScaler]):
     assert run.scaler.last_cause.kind == "input"
 
 
+class Functional:
+    """A model that is no module, with weights of its own."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(8, 3, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def parameters(self) -> list[Tensor]:
+        return [self.weight]
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "spoil", "kind", "name"),
+    [
+        (network, lambda m: m[2].weight, "parameter", "Sequential.2.weight"),
+        (normed, lambda m: m[1].running_mean, "buffer", "Sequential.1.running_mean"),
+        (lambda: nn.DataParallel(network()), lambda m: m.module[0].bias, "parameter", "0.bias"),
+        (Functional, lambda m: m.weight, "parameter", r"param_groups\[0\]\['params'\]\[0\]"),
+    ],
+    ids=["weight", "buffer", "wrapped", "no module"],
+)
+def test_spoiled_weights_are_no_bad_data_without_a_model(build, spoil, kind, name):
+    model = build()
+    run = Run(model, GradScaler("cpu"))
+    run.step()
+    with torch.no_grad():
+        spoil(model).view(-1)[1] = math.nan
+    with pytest.warns(RuntimeWarning, match=rf"gradlift: the {kind} \S*{name} already holds 1 NaN"):
+        run.steps(3)
+    assert run.scaler.last_cause.kind == kind
+
+
+def test_spoiled_weights_of_another_model_are_no_bad_data():
+    model, head = network(), nn.Linear(3, 2)
+    run = Run(nn.Sequential(model, head), GradScaler("cpu", model=model))
+    run.optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with torch.no_grad():
+        head.weight[0] = math.nan
+    with pytest.warns(RuntimeWarning, match="gradlift: a parameter already holds 3 NaN"):
+        run.steps(3)
+    assert run.scaler.last_cause.kind == "parameter"
+
+
+def test_bad_data_that_needs_a_gradient_is_still_bad_data():
+    model = network()
+    run = Run(model, GradScaler("cpu"))
+    with pytest.warns(RuntimeWarning, match="gradlift: an input already holds"):
+        run.steps(3, (X * math.nan).requires_grad_())
+    assert run.scaler.last_cause.kind == "input"
+
+
 @pytest.mark.filterwarnings("ignore:gradlift. a step overflowed with the scale at its floor")
 @BOTH
 def test_nan_gradients_behind_a_finite_loss(kind: type[GradScaler]):
@@ -209,7 +266,9 @@ def test_ranks_watch_together_whatever_their_guards_find(seed: int, rate: float)
         watching = {isinstance(search.under_way, StepWatch) for search in searches}
         assert len(watching) == 1
         for search in searches:
-            search.end((), lambda found, late: (None, False))
+            search.end({})
+            search.finding = None if search.finding is None else (None, False)
+            search.conclude()
             search.end_step()
         bad, before = chance.random() < rate, list(counts)
         counts[BAD_LOSS] += bad
@@ -285,6 +344,89 @@ def test_an_evaluation_between_two_steps_is_not_watched():
     run.step(X * math.nan)
     scaler = run.scaler
     del scaler, run
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+def compiler_stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+QUIET = pytest.mark.filterwarnings(
+    "ignore:gradlift:RuntimeWarning",
+    # The compiler's own: of tensors between graphs, and of the hooks of a search without a model.
+    "ignore:The .grad attribute",
+    "ignore:Using `torch.compile.module",
+)
+
+
+class Pair:
+    """A generator and a discriminator, compiled, each with a scaler of its own."""
+
+    def __init__(self, named: bool, kind: type[GradScaler] = GradScaler) -> None:
+        self.models = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.calls = [torch.compile(model, backend="aot_eager") for model in self.models]
+        if kind is AdaptiveGradScaler:
+            self.scalers = [kind(call, "cpu") for call in self.calls]
+        else:
+            names = self.calls if named else (None, None)
+            self.scalers = [kind("cpu", model=model) for model in names]
+        self.optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in self.models]
+
+    def step(self, x: Tensor) -> None:
+        make, judge = self.calls
+        losses = lambda: judge(make(x)).mean(), lambda: judge(make(x).detach()).mean()
+        for loss, scaler, optimizer in zip(losses, self.scalers, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss()).backward()
+            scaler.step(optimizer)
+        for scaler in self.scalers:
+            scaler.update()
+
+
+@QUIET
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("kind", ["named", "unnamed", "adaptive"])
+def test_two_scalers_that_search_at_once_leave_the_compiler_as_it_was(kind: str):
+    adaptive = AdaptiveGradScaler if kind == "adaptive" else GradScaler
+    pair = Pair(kind == "named", adaptive)
+    x = torch.randn(8, 4)
+    for batch in (x, x * math.nan, x * math.nan, x, x, x):
+        pair.step(batch)
+    assert compiler_stance() == "default"
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+    assert all(scaler.last_cause is not None for scaler in pair.scalers)
+
+
+@QUIET
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_search_that_an_error_ends_leaves_the_compiler_as_it_was():
+    pair = Pair(named=False)
+    pair.step(torch.full((8, 4), math.nan))
+    assert compiler_stance() == "force_eager"
+    with pytest.raises(RuntimeError, match="shapes"):
+        pair.step(torch.randn(8, 5))
+    pair.scalers.pop(0)
+    assert compiler_stance() == "force_eager"
+    pair.scalers.clear()
+    assert compiler_stance() == "default"
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+@BOTH
+@pytest.mark.parametrize("forward", [None, "mend"])
+def test_a_search_begins_again_when_a_live_scaler_loads_a_state(kind, forward):
+    model = network(hot=True)
+    run = Run(model, made(kind, model, forward=forward))
+    saved = copy.deepcopy(run.scaler.state_dict())
+    for _ in range(3):
+        match = "ForwardGuard runs" if forward else "made .* inf of"
+        with pytest.warns(RuntimeWarning, match=f"gradlift: .*{match}"):
+            run.steps(2)
+        run.scaler.load_state_dict(saved)
+        assert not is_looked_at(model)
+    run.step()
+    run.scaler.load_state_dict(saved)
+    assert not is_looked_at(model)
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
 
 

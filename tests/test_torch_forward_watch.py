@@ -363,3 +363,13 @@ def test_a_model_traced_with_fake_tensors_while_it_is_watched_leaves_the_watch_w
     found = watch.cause([])
     assert found is not None
     assert found.in_loss
+
+
+def test_what_is_too_long_for_a_step_is_watched_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gradlift.torch.forward.watch.MOST", 5)
+    model = Model()
+    watch = StepWatch(model)
+    watch.start()
+    model(torch.randn(2, 5, 4)).sum().backward()
+    assert not watch.is_on
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0

@@ -29,7 +29,7 @@ from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.planner import check_limits
 from gradlift.report.diagnosis import FORMATS, Diagnosis, Gradient, Output, best_exponent
 from gradlift.torch.adaptive.outputs import is_foreign_pass, tensors_in
-from gradlift.torch.compiled.entry_points import is_compiled
+from gradlift.torch.compiled.entry_points import is_compiled, uncompiled
 from gradlift.torch.names import Names
 from gradlift.torch.probe.counting import count_exponents, dense
 
@@ -242,7 +242,7 @@ def _exact(model: nn.Module) -> Iterator[None]:
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         if is_compiled(model):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(uncompiled())
             stack.enter_context(warnings.catch_warnings())
             # The wrapper's own output is its model's, which has been seen by then.
             warnings.filterwarnings("ignore", "Using `torch.compile", UserWarning)

@@ -157,6 +157,12 @@ class GradScaler(torch.amp.GradScaler):
         self._check = self._new_check()
 
     def _new_check(self) -> GradCheck:
+        self._agreement.share(
+            forward=None if self._search.guard is None else "mend",
+            raises_on_floor=self.policy.on_floor == "raise",
+            max_consecutive_skips=self._alarms.limit,
+            clear_grads_on_skip=self._clear_grads_on_skip,
+        )
         check = GradCheck(
             self._device_scale,
             self._steps,
@@ -619,7 +625,11 @@ class GradScaler(torch.amp.GradScaler):
             )
         loaded = checkpoint.read(state_dict, self.policy)
         self._search.load(loaded.mended)  # the last that may refuse
-        self._agreement.loads += 1
+        # What was begun at another scale is over, and a rank that was replaced knows nothing of it.
+        self._steps.reset()
+        self._losses.end_iteration()
+        trackers = loaded.growth_tracker, loaded.hysteresis_tracker
+        self._agreement.load(ScaleState(loaded.scale, *trackers, loaded.peak, loaded.gap))
         before = self._device_scale.steps_taken() or 0
         self._device_scale.load(loaded)
         for recorder in self._recorders:

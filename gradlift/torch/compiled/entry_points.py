@@ -2,8 +2,8 @@
 
 A probe looks at the gradient of every module's output, and compiled code has no such places. So
 the calls of compiled modules are wrapped: while a probe is due they run in eager mode, through
-torch's own stance, which is set when the call begins and put back when it ends, however it ends.
-Nothing else in the process ever sees it.
+torch's own stance (``uncompiled``), which is set when the call begins and put back when it ends,
+however it ends.
 
 A module is compiled in one of four ways. ``torch.compile(module)`` gives an ``OptimizedModule``
 with the compiled ``forward``; ``module.compile()`` puts the compiled call on the module itself;
@@ -119,7 +119,7 @@ class Entries:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not wants() or not can_set_stance():
                 return inner(*args, **kwargs)
-            with look(module), torch.compiler.set_stance("force_eager"):
+            with look(module), uncompiled():
                 return inner(*args, **kwargs)
 
         return call
@@ -130,6 +130,32 @@ class Entries:
             if module.__dict__.get(place) is wrapper:
                 object.__setattr__(module, place, inner)
         self._wrapped = {}
+
+
+_uses = 0
+_stance: Any = None
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled code as it was written, everywhere in the process, until all uses have ended.
+
+    A stance of torch's puts back what it found. Uses may end in any order, so they are counted,
+    and share one.
+    """
+    global _uses, _stance
+    if not can_set_stance():
+        yield
+        return
+    _uses += 1
+    if _uses == 1:
+        _stance = torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        _uses -= 1
+        if not _uses:
+            _stance.__exit__(None, None, None)
 
 
 def can_set_stance() -> bool:

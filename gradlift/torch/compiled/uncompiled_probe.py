@@ -16,9 +16,9 @@ from torch import nn
 
 from gradlift.torch.compiled.entry_points import (
     Entries,
-    can_set_stance,
     is_optimized,
     outermost,
+    uncompiled,
     wrappers_of,
 )
 from gradlift.torch.names import Names
@@ -61,8 +61,7 @@ class UncompiledProbe:
         self._entries.wrap(outermost(self._model))
         if self._from_function:
             self._window.close()
-            if can_set_stance():
-                self._window.enter_context(torch.compiler.set_stance("force_eager"))
+            self._window.enter_context(uncompiled())
             self._window.enter_context(self._looking(self._model))
             close = functools.partial(_close_on_error, self._window)
             handle = self._model.register_forward_hook(close, always_call=True)

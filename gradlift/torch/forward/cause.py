@@ -108,7 +108,8 @@ class Cause:
         size = "x".join(map(str, self.shape)) or "a scalar"
         values = f"{held} of {self.elements:,} elements ({self.dtype}, {size})"
         if self.kind in ("parameter", "buffer"):
-            return f"the {self.kind} {self.name} already holds {values}"
+            named = f"the {self.kind} {self.name}" if self.name else f"a {self.kind}"
+            return f"{named} already holds {values}"
         if self.kind == "input":
             what = "an input" if self.in_loss else "a tensor that the step did not make"
             return f"{what} already holds {values}"

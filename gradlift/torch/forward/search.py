@@ -15,7 +15,7 @@ until a step is taken.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,9 +35,8 @@ UNCLEAR = 3
 FOLLOWED = 8
 FOLLOWS = 8
 
-Share = Callable[[Cause | None, bool], tuple[Cause | None, bool]]
-"""From what this rank found, and whether its watch began too late, to what the first rank with a
-finding found, and whether any watch began too late."""
+Finding = tuple[Cause | None, bool]
+"""What broke a step, and whether the watch began too late to see it."""
 
 
 class CauseSearch:
@@ -52,10 +51,15 @@ class CauseSearch:
         self._owner, self.guard = owner, guard
         self.last: Cause | None = None
         """What broke the last step that was watched and broken."""
-        self.found_now: Cause | None = None
-        """What broke the step under way, where it was watched."""
         self.under_way: StepWatch | Look | None = None
         """What looks at the step under way: at all of it, or module by module; mostly nothing."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.finding: Finding | None = None
+        """What this rank's watch of the step under way has found, until ``conclude``."""
+        self.found_now: Cause | None = None
+        """What broke the step under way, where it was watched."""
         self._goes_on = self._was_late = False
         """Whether the watch is for the step after the one under way."""
         self.considered: list[int] = []
@@ -76,8 +80,8 @@ class CauseSearch:
         return {} if self.guard is None else self.guard.state_dict()
 
     def load(self, mended: dict[str, str]) -> None:
-        """Mend what was mended when a state was saved; names of another model are refused."""
-        self.considered = []
+        """Mend what was mended when a state was saved; names of another model are refused. What
+        is looked for begins again: on every rank that loads, whatever it has seen before."""
         if self.guard is not None:
             self.guard.load_state_dict(mended)
         elif mended:
@@ -86,6 +90,8 @@ class CauseSearch:
                 'this scaler has no guard: give it forward="mend", or they may overflow again',
                 "the-state-was-saved-with-modules-mended",
             )
+        self.stop()
+        self._begin()
 
     # In the order of a step.
 
@@ -152,18 +158,25 @@ class CauseSearch:
             self._more -= 1
             self.under_way = Look(self.guard)
 
-    def end(self, grads: Iterable[Tensor], share: Share) -> None:
-        """Gradients are about to be looked at: what broke the step, if it was watched.
+    def end(self, parameters: Mapping[str, Tensor]) -> None:
+        """Gradients are about to be looked at: what broke the step, if it was watched. Ranks then
+        tell each other; ``conclude`` does what follows.
 
         Args:
-            grads: those that are there.
-            share: over the ranks.
+            parameters: the optimizer's, by name.
         """
         watch = self.under_way
         if not isinstance(watch, StepWatch) or self._goes_on:
             return
         self.stop()
-        found, late = share(None if watch.is_late else watch.cause(grads), watch.is_late)
+        grads = [p.grad for p in parameters.values() if p.grad is not None]
+        self.finding = None if watch.is_late else watch.cause(grads, parameters), watch.is_late
+
+    def conclude(self) -> None:
+        """Say what was found, if anything was; watch another step if not."""
+        if self.finding is None:
+            return
+        (found, late), self.finding = self.finding, None
         was_late, self._was_late = self._was_late, late
         if found is None:
             self._is_answered = late

@@ -15,9 +15,11 @@ which module that was.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradlift.torch.compiled.entry_points import uncompiled
 from gradlift.torch.forward.cause import Cause, cause_of
 from gradlift.torch.forward.origin import Operation, Value, find
 from gradlift.torch.forward.values import has_values, is_captured, values_of
@@ -35,6 +38,9 @@ from gradlift.torch.names import Names
 # More operations than a step has: what runs for longer is no step, and is watched no more.
 MOST = 500_000
 
+
+UNNAMED = "parameter", ""
+"""A parameter that neither the model nor the optimizer has."""
 
 Place = tuple[torch.device, int]
 """Where the numbers of a tensor are: its device, and its row among those of the device."""
@@ -53,9 +59,10 @@ class StepWatch:
         self._tensors = {} if model is None else _tensors_of(model)
         self._mode: _Mode | None = None
         self._handles: list[Any] = []
-        self._stance: Any = None
-        self._noted: list[tuple[Operation, list[Place]]] = []
-        """Operations whose outputs lack their numbers, and where these are."""
+        self._stance = contextlib.ExitStack()
+        self._noted: list[tuple[Operation, list[Place], int | None]] = []
+        """Operations whose outputs lack their numbers, and where these are; of a tensor that was
+        there before, its storage."""
         self._writers: dict[int, tuple[int, int]] = {}
         self._held: dict[int, StorageWeakRef] = {}
         self._numbers: dict[torch.device, list[Tensor]] = {}
@@ -79,12 +86,10 @@ class StepWatch:
             return
         if "torch._dynamo" in sys.modules:
             # A compiled model shows nothing of itself; for this step it runs as it was written.
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
+            self._stance.enter_context(uncompiled())
         self.is_late = False
         self._handles = [*self._hook()]
-        self._mode = _Mode(self)
-        self._mode.__enter__()
+        self._mode = _Mode.joined_by(self)
 
     def start_with(self, model: nn.Module) -> None:
         """Watch from the next forward pass on that is to be differentiated, of ``model`` or of a
@@ -117,11 +122,10 @@ class StepWatch:
         self._wait_no_more()
         mode, self._mode = self._mode, None
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.leave(self)
             for handle in self._handles:
                 handle.remove()
-            if self._stance is not None:
-                self._stance.__exit__(None, None, None)
+            self._stance.close()
 
     def see_loss(self, loss: Tensor) -> None:
         """This tensor, any shape, is a loss; where it is not finite, this is what to explain."""
@@ -133,14 +137,18 @@ class StepWatch:
                 self._losses.extend(self._read((loss,)))
             self.is_measuring = False
 
-    def cause(self, grads: Iterable[Tensor]) -> Cause | None:
+    def cause(self, grads: Iterable[Tensor], trained: Mapping[str, Tensor] = {}) -> Cause | None:
         """What broke the step; None if nothing did. Waits for the device.
 
         Args:
             grads: the gradients to explain where the losses were finite.
+            trained: the optimizer's parameters by name, which the model may not have.
         """
         self.stop()
         last = self._read(grads)
+        for name, tensor in trained.items():
+            if self._tensors.get(_key(tensor), UNNAMED) == UNNAMED:
+                self._tensors[_key(tensor)] = "parameter", name
         operations = self._operations()
         found = find(operations, self._losses)
         if found is not None:
@@ -153,11 +161,13 @@ class StepWatch:
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run; called by the mode."""
         if len(self._noted) > MOST:
-            self.stop()
-            return
+            return  # ``_leave`` ends it: a mode cannot end while it is asked
         schema = func._schema
         written = [*_tensors_in(out), *_written(schema, args, kwargs)]
         inputs = list(_tensors_in((args, kwargs)))
+        for tensor in inputs:
+            if isinstance(tensor, nn.Parameter):  # here alone: others see views of it
+                self._tensors.setdefault(_key(tensor), UNNAMED)
         read = {_key(tensor) for tensor in inputs}
         if not schema.is_mutable and all(_key(tensor) in read for tensor in written):
             return  # a view, or nothing
@@ -175,12 +185,20 @@ class StepWatch:
         for output, tensor in enumerate(floats):
             self._wrote(tensor, index, output)
 
-    def _add(self, name: str, module: str | None, outputs: Iterable[Tensor], **about: Any) -> None:
-        """Note an operation, or a tensor that was there before; ``about`` as for ``Operation``."""
+    def _add(
+        self,
+        name: str,
+        module: str | None,
+        outputs: Iterable[Tensor],
+        key: int | None = None,
+        **about: Any,
+    ) -> None:
+        """Note an operation, or a tensor that was there before, by its storage; ``about`` as for
+        ``Operation``."""
         measured = list(map(self._measured, outputs))
         values = tuple(value for value, _ in measured)
         operation = Operation(name, module, values, **about)
-        self._noted.append((operation, [place for _, place in measured]))
+        self._noted.append((operation, [place for _, place in measured], key))
 
     def _wrote(self, tensor: Tensor, index: int, output: int) -> None:
         storage = _storage(tensor)
@@ -198,9 +216,8 @@ class StepWatch:
                 continue
             key = _key(tensor)
             if key not in self._writers:
-                source, name = self._tensors.get(key, ("input", ""))
                 self._wrote(tensor, len(self._noted), 0)
-                self._add(name, self._module_now(), (tensor,), source=source)
+                self._add("", self._module_now(), (tensor,), key, source="input")
             found.append(self._writers[key])
         return tuple(found)
 
@@ -223,6 +240,10 @@ class StepWatch:
     # Where it runs.
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._stack and not self._modules and id(module) not in self._names:
+            own = self._names[id(module)] = type(module).__name__
+            for key, (source, name) in _tensors_of(module).items():
+                self._tensors[key] = source, f"{own}.{name}"
         name = self._names.get(id(module), type(module).__name__)
         self._stack.append((name, torch.autograd._get_sequence_nr()))
 
@@ -230,6 +251,8 @@ class StepWatch:
         if self._stack:
             name, first = self._stack.pop()
             self._calls.append((first, torch.autograd._get_sequence_nr(), name))
+        if len(self._noted) > MOST:
+            self.stop()
 
     def _module_now(self) -> str | None:
         return self._stack[-1][0] if self._stack else None
@@ -251,26 +274,54 @@ class StepWatch:
             infs, positive, nans = map(int, counts)
             return replace(value, largest=largest, infs=infs, positive=positive, nans=nans)
 
-        return [
-            replace(operation, outputs=tuple(map(counted, operation.outputs, places)))
-            for operation, places in self._noted
-        ]
+        found = []
+        for operation, places, key in self._noted:
+            about: dict[str, Any] = {"outputs": tuple(map(counted, operation.outputs, places))}
+            if key in self._tensors:
+                about["source"], about["name"] = self._tensors[key]
+            found.append(replace(operation, **about))
+        return found
 
 
 class _Mode(TorchDispatchMode):
-    """Tells the watch of every operation."""
+    """Tells all watches of a thread of every operation.
 
-    def __init__(self, watch: StepWatch) -> None:
+    Modes end in the opposite order to that in which they began, and watches end in any, so they
+    share one mode.
+    """
+
+    _here = threading.local()
+
+    @classmethod
+    def joined_by(cls, watch: StepWatch) -> _Mode:
+        """Return the mode of this thread, which tells ``watch`` from now on."""
+        mode = getattr(cls._here, "mode", None)
+        if mode is None:
+            mode = cls._here.mode = cls()
+            mode.__enter__()
+        mode._watches.append(watch)
+        return mode
+
+    def __init__(self) -> None:
         super().__init__()
-        self._watch = watch
+        self._watches: list[StepWatch] = []
+
+    def leave(self, watch: StepWatch) -> None:
+        """Tell ``watch`` no more, and end after the last one. Where the garbage collector calls
+        this in another thread the mode stays on, and has nobody to tell."""
+        self._watches.remove(watch)
+        if not self._watches and getattr(self._here, "mode", None) is self:
+            self._here.mode = None
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._watch.is_on and not self._watch.is_measuring:
+        if not any(watch.is_measuring for watch in self._watches):
             with torch.no_grad():
-                self._watch.note(func, args, kwargs or {}, out)
+                for watch in tuple(self._watches):
+                    watch.note(func, args, kwargs or {}, out)
         return out
 
 

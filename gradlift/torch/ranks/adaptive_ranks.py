@@ -29,14 +29,13 @@ from gradlift.plan.histogram import BINS
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks import shared_probe
 from gradlift.torch.ranks.groups import Ranks
-from gradlift.torch.ranks.message import PLAN, listed
+from gradlift.torch.ranks.message import ADDED, PLAN, listed
 from gradlift.torch.ranks.shared_probe import Layout, Part
 from gradlift.torch.step.readback import capturing
 from gradlift.troubleshooting import see
 
 # What a rank adds to its row of the agreement.
-LAYOUT, UNPLANNED, UNCUT, WATCHES = range(4)
-ADDED = 4
+LAYOUT, UNPLANNED, UNCUT, WATCHES = range(ADDED)
 
 NO_PROBE = -1
 
@@ -210,9 +209,9 @@ def overflowed_anywhere(
 
 
 def fingerprint(exponents: int, course: Any) -> int:
-    """A whole number below 2**52 out of a hash of the exponents by name, and all the rest."""
+    """A whole number from 1 to 2**52 out of a hash of the exponents by name, and all the rest."""
     high, low = (part % 2**_PART_BITS for part in (exponents, zlib.crc32(repr(course).encode())))
-    return high << _PART_BITS | low
+    return high << _PART_BITS | low or 1  # 0 is a scaler without a plan
 
 
 _PARTS = (

@@ -10,6 +10,7 @@ skipped.
 from __future__ import annotations
 
 import weakref
+import zlib
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,7 @@ class Addition(Protocol):
         ...
 
     def columns(self) -> Tensor | None:
-        """More columns for this rank's row: float64 [any] on the scaler's device, as many on
-        every rank."""
+        """More columns for this rank's row: float64 [``message.ADDED``] on the scaler's device."""
 
     def received(self, columns: Tensor, disputed: Tensor) -> None:
         """The columns of all ranks, [ranks, any], and whether (0-d bool) the ranks differ."""
@@ -57,8 +57,10 @@ class Agreement:
 
     def __init__(self, process_group: Any = None, model: torch.nn.Module | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
-        self.loads = 0
-        """How many checkpoints were loaded, which must be as many on every rank."""
+        self._settings, self._settings_hash = "", 0
+        self._loaded = 0
+        """A hash of the state loaded last, 0 for none. No count: a rank that was replaced has
+        loaded less often than those that went back to the same state with it."""
         self._begin()
         self.process_group = process_group
 
@@ -93,6 +95,16 @@ class Agreement:
 
     def _wrapped(self) -> torch.nn.Module | None:
         return None if self._model is None else self._model()
+
+    def share(self, **settings: Any) -> None:
+        """Say what else must be equal on all ranks: settings of the scaler, by name."""
+        self._settings = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        self._settings_hash = zlib.crc32(self._settings.encode())
+
+    def load(self, state: ScaleState) -> None:
+        """Go on from a saved state, in Python numbers, which every rank has loaded."""
+        self._loaded = 1 + hash(tuple(map(float, state))) % 2**52
+        self.evidence, self._evidence_on_host = None, Counts()
 
     # Join.
 
@@ -142,6 +154,7 @@ class Agreement:
         largest: float | Tensor | None = None,
         max_norm: float | None = None,
         retries: int = 0,
+        watched: bool = False,
     ) -> message.Exchange:
         """Begin an agreement over what a check found.
 
@@ -150,10 +163,11 @@ class Agreement:
             bad_loss: likewise, or None.
             state: the scale and its trackers, which must be equal on all ranks.
             settings: a hash of the policy, which must be too; so must ``max_norm``, what is clipped
-                to, and ``retries``.
+                to, and ``retries``. The settings of the scaler are added here.
             squares: this rank's part of the squared norm; None if the norm is not wanted.
             dropped: what was given up since the last update; None if nothing was.
             largest: the largest gradients of this rank, still scaled; None if not measured.
+            watched: whether this rank has watched the step for what broke it.
         """
         assert self.ranks is not None
         sums, copy = (None, -1) if squares is None else squares
@@ -165,8 +179,8 @@ class Agreement:
                 bad_loss,
                 state.scale,
                 state.growth_tracker,
-                settings,
-                self.loads,
+                hash((settings, self._settings_hash)) % 2**52,
+                self._loaded,
                 0 if added is None else added.fingerprint(),
                 sums,
                 copy,
@@ -175,6 +189,7 @@ class Agreement:
                 largest,
                 max_norm,
                 retries,
+                watched,
             ),
         )
 
@@ -193,14 +208,11 @@ class Agreement:
         Raises:
             RuntimeError: they differ, and the host knows it.
         """
-        return self.heed(exchange.settle())
-
-    def heed(self, verdict: message.Verdict) -> message.Verdict:
-        """Hand on what the others told, and keep the evidence if the ranks differ."""
+        verdict = exchange.settle()
         if torch.compiler.is_compiling():
             return verdict
         rows = verdict.rows
-        if rows.shape[1] > message.COLUMNS and self.addition is not None:
+        if exchange.adds and self.addition is not None:
             self.addition.received(rows[:, message.COLUMNS :], verdict.disputed)
         if rows.device.type == "cpu":
             if bool(verdict.disputed):
@@ -226,11 +238,13 @@ class Agreement:
 
     def _refuse(self, rows: list[list[float]]) -> None:
         assert self.ranks is not None
-        reason = None if self.addition is None else self.addition.difference(rows, self.ranks)
-        raise RuntimeError(reason or message.difference(rows, self.ranks))
+        reason = message.kinds(rows, self.ranks)
+        if reason is None and self.addition is not None:
+            reason = self.addition.difference(rows, self.ranks)
+        raise RuntimeError(reason or message.difference(rows, self.ranks, self._settings))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_process_group": self._process_group, "loads": self.loads, "_model": None}
+        return {"_process_group": self._process_group, "_loaded": self._loaded, "_model": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

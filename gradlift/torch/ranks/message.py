@@ -3,8 +3,9 @@
 Each rank writes a row of numbers into a table that is zero elsewhere; the sum of the tables is the
 table of all rows. Adding zeros is exact, so the ranks hold the same bits whatever the order of the
 sum, and derive the same decision from them. A row also names what must be equal (the scale, its
-growth tracker, the settings, the arguments of step, checkpoints loaded, the plan), so that a
-difference is met by a skip on all ranks and told with its rank.
+growth tracker, the settings, the arguments of step, the checkpoint loaded last, the plan), so that a
+difference is met by a skip on all ranks and told with its rank. All rows are equally long, whatever
+kind of scaler sends them: a collective of tensors that differ in size ends the process.
 
 Squares of the gradient's norm come in three columns, so that each element counts once: those that
 this rank alone answers for, those of plain gradients, of which every rank holds a copy, and those
@@ -24,10 +25,11 @@ from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.step.grads import has_float64
 from gradlift.troubleshooting import see
 
-# A row. The last nine must be equal on all ranks.
-FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY, DROPPED_FOUND, DROPPED_BAD, LARGEST = range(9)
-SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES, MAX_NORM, RETRIES = range(9, 18)
-COLUMNS = 18
+# A row. The nine from SCALE on must be equal on all ranks; behind them is what adaptive scalers add.
+FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY, DROPPED_FOUND, DROPPED_BAD, LARGEST, WATCHED = range(10)
+SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES, MAX_NORM, RETRIES = range(10, 19)
+COLUMNS = 19
+ADDED = 4
 SQUARES = slice(OWN, COPY)
 
 ABSENT = -1.0
@@ -40,8 +42,8 @@ bits, parameters that are no copies by far more."""
 _NAMES = {
     SCALE: "the scale",
     TRACKER: "the growth tracker",
-    SETTINGS: "the policy's numbers (as a hash)",
-    LOADS: "the number of checkpoints loaded",
+    SETTINGS: "the policy's numbers or another setting (as a hash)",
+    LOADS: "the state of the checkpoints loaded (as a hash, 0 for none)",
     PLAN: "the plan (as a hash)",
     MAX_NORM: "max_norm of step()",
     RETRIES: "retries of step() (none where a loss was scaled outside the closure)",
@@ -70,14 +72,14 @@ class Mine(NamedTuple):
     scale: Tensor
     growth_tracker: Tensor
     settings: int
-    loads: int
+    loaded: int
     plan: int
     squares: Tensor | None = None
     """float64 [3]: OWN, PLAIN and MESH; None if the norm is not wanted."""
     copy: int = -1
     """Which copy of the mesh this rank is in; -1 if it has no DTensor gradients."""
     more: Tensor | None = None
-    """float64 [any]: more columns, of which nothing is decided here."""
+    """float64 [ADDED]: more columns, of which nothing is decided here."""
     dropped: Dropped | None = None
     largest: float | Tensor | None = None
     """The largest gradients, still scaled: a number, or float32 of any shape; None if no rank
@@ -85,6 +87,8 @@ class Mine(NamedTuple):
     max_norm: float | None = None
     """What is clipped to, if the norm is wanted for that."""
     retries: int = 0
+    watched: bool = False
+    """Whether this rank has watched the step, and waits for what the others have seen."""
 
 
 class Verdict(NamedTuple):
@@ -99,7 +103,7 @@ class Verdict(NamedTuple):
     disputed: Tensor
     """bool: whether the ranks differ in what must be equal."""
     rows: Tensor
-    """float64 [ranks, COLUMNS or more]"""
+    """float64 [ranks, COLUMNS + ADDED]"""
 
 
 class Exchange:
@@ -108,10 +112,9 @@ class Exchange:
     def __init__(self, ranks: Ranks, mine: Mine) -> None:
         device = mine.scale.device
         dtype = torch.float64 if has_float64(device) else torch.float32
-        more = 0 if mine.more is None else len(mine.more)
-        self._rows = torch.zeros(ranks.size, COLUMNS + more, dtype=dtype, device=device)
+        self._rows = torch.zeros(ranks.size, COLUMNS + ADDED, dtype=dtype, device=device)
         _write(self._rows[ranks.me], mine)
-        self.measured = mine.squares is not None
+        self.measured, self.adds = mine.squares is not None, mine.more is not None
         if torch.compiler.is_compiling():
             ranks.reduce_(self._rows)
             self._end = None
@@ -131,7 +134,7 @@ def _write(row: Tensor, mine: Mine) -> None:
     parts = [mine.found_inf, bad_loss, mine.scale, mine.growth_tracker]
     for column, part in zip((FOUND, BAD_LOSS, SCALE, TRACKER), parts, strict=True):
         row[column].copy_(part)
-    numbers = {SETTINGS: mine.settings, LOADS: mine.loads, PLAN: mine.plan}
+    numbers = {SETTINGS: mine.settings, LOADS: mine.loaded, PLAN: mine.plan}
     numbers |= {MAX_NORM: mine.max_norm, RETRIES: mine.retries}
     for column, number in numbers.items():
         if number:  # the row is zero, and each is a launch
@@ -146,6 +149,8 @@ def _write(row: Tensor, mine: Mine) -> None:
         row[LARGEST].copy_(mine.largest.amax().nan_to_num(torch.inf, torch.inf))
     elif mine.largest is not None:
         row[LARGEST].fill_(mine.largest)
+    if mine.watched:
+        row[WATCHED].fill_(1)
     if mine.more is not None:
         row[COLUMNS:].copy_(mine.more)
     if mine.squares is not None:
@@ -154,7 +159,7 @@ def _write(row: Tensor, mine: Mine) -> None:
 
 
 def decide(rows: Tensor, measured: bool) -> Verdict:
-    """What follows from all rows, float64 [ranks, COLUMNS or more]; nothing is read back."""
+    """What follows from all rows, float64 [ranks, COLUMNS + ADDED]; nothing is read back."""
     high, low = rows.amax(0), rows.amin(0)
     disputed = (high[SCALE:COLUMNS] != low[SCALE:COLUMNS]).any()
     total = torch.zeros((), dtype=rows.dtype, device=rows.device)
@@ -193,8 +198,27 @@ def _count_once(rows: Tensor) -> tuple[Tensor, Tensor]:
     return total, apart
 
 
-def difference(rows: list[list[float]], ranks: Ranks) -> str:
-    """Which rank differs from the others, and in what; for an error message."""
+def kinds(rows: list[list[float]], ranks: Ranks) -> str | None:
+    """Which ranks have an adaptive scaler, for an error message; None if all or none do."""
+    adaptive = [ranks.members[i] for i, row in enumerate(rows) if row[PLAN]]
+    plain = [ranks.members[i] for i, row in enumerate(rows) if not row[PLAN]]
+    if not adaptive or not plain:
+        return None
+    return (
+        f"gradlift: the kind of scaler differs between ranks: {listed(adaptive)} with an "
+        f"AdaptiveGradScaler that plans exponents, {listed(plain)} without. No weight has moved. "
+        "Make the same scaler on all ranks" + see("differs-between-ranks")
+    )
+
+
+def difference(rows: list[list[float]], ranks: Ranks, own: str = "") -> str:
+    """Which rank differs from the others, and in what; for an error message.
+
+    Args:
+        rows: of all ranks in the agreement.
+        ranks: who they are.
+        own: the settings of this rank, in words.
+    """
     if len({(row[DROPS], row[REFUSES]) for row in rows}) > 1:
         return _dropped_apart(rows, ranks)
     for column, name in _NAMES.items():
@@ -208,10 +232,12 @@ def difference(rows: list[list[float]], ranks: Ranks) -> str:
             )
             more = f" and {len(odd) - 8} more" if len(odd) > 8 else ""
             rest = [ranks.members[i] for i, v in enumerate(values) if v == usual]
+            has = f"The others are, on rank {ranks.members[ranks.me]}, {own}. "
+            has = has if column == SETTINGS and own else ""
             return (
                 f"gradlift: {name} differs between ranks: {told}{more}, "
                 f"{none.get(usual, f'{usual:.10g}')} on "
-                f"{listed(rest)}. No weight has moved. Give all ranks the same settings, load "
+                f"{listed(rest)}. No weight has moved. {has}Give all ranks the same settings, load "
                 "the same checkpoint on all of them, and call update() equally often"
                 + see("differs-between-ranks")
             )

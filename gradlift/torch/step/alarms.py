@@ -32,7 +32,7 @@ class Alarms:
                 "max_consecutive_skips must be a whole number above 0 or None, got "
                 f"{max_consecutive_skips!r}"
             )
-        self._limit = limit
+        self.limit = limit
         self._said: set[str] = set()
         self.restart()
 
@@ -58,10 +58,10 @@ class Alarms:
             say = partial(self._say_once, anchor=floor.AT_FLOOR)
             floor.act(policy.on_floor, lambda: _at_floor(scaler), scaler, say)
         more = counts[CONSECUTIVE] > seen[CONSECUTIVE]
-        if self._limit is not None and more and counts[CONSECUTIVE] >= self._limit:
+        if self.limit is not None and more and counts[CONSECUTIVE] >= self.limit:
             raise FloatingPointError(
                 f"gradlift: {counts[CONSECUTIVE]} steps in a row were skipped "
-                f"(max_consecutive_skips={self._limit}), the scale is {scaler.get_scale():g}. "
+                f"(max_consecutive_skips={self.limit}), the scale is {scaler.get_scale():g}. "
                 f"The last overflow: {describe(scaler.overflow_report())}"
                 f"{see('steps-in-a-row-were-skipped')}"
             )
@@ -72,7 +72,7 @@ class Alarms:
             warn(message, anchor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_limit": self._limit, "_said": self._said}
+        return {"limit": self.limit, "_said": self._said}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradlift.policy import UNKNOWN
-from gradlift.torch.forward.cause import Cause
 from gradlift.torch.forward.search import CauseSearch
 from gradlift.torch.ranks import message, ownership
 from gradlift.torch.ranks.agreement import Agreement
@@ -99,17 +98,25 @@ class GradCheck:
         if self.scale.scale is None or self.scale.counts is None:
             self.scale.require(caller)
         if self.search.under_way is not None:
-            found = [p.grad for p in grads.parameters(optimizer) if p.grad is not None]
-            self.search.end(found, self._share_cause)
+            names = self.overflows.names(optimizer)
+            self.search.end(dict(zip(names, grads.parameters(optimizer), strict=True)))
+            if self.agreement.ranks is None:
+                self.search.conclude()
 
     def device_of(self, optimizer: torch.optim.Optimizer) -> torch.device:
         """Return where the optimizer's parameters are; where messages travel if it has none."""
         param = next(grads.parameters(optimizer), None)
         return torch.device(self.home) if param is None else grads.local(param.detach()).device
 
-    def _share_cause(self, found: Cause | None, late: bool) -> tuple[Cause | None, bool]:
+    def _share_cause(self, rows: Tensor) -> None:
+        """What broke a watched step, over all ranks; this rank's alone if another has not watched,
+        and would not take part."""
         ranks = self.agreement.ranks
-        return (found, late) if ranks is None else first_of(found, late, ranks, self.scale.device)
+        if ranks is not None and bool(rows[:, message.WATCHED].all()):
+            finding = self.search.finding
+            assert finding is not None
+            self.search.finding = first_of(*finding, ranks, self.scale.device)
+        self.search.conclude()
 
     # Unscale and check.
 
@@ -288,8 +295,18 @@ class GradCheck:
             found, bad = known.dropped or (self.scale.zero, self.scale.zero)
             dropped = message.Dropped(known.drops, known.refusal is not None, found, bad)
         largest = UNKNOWN if known.largest is None and self.meter is not None else known.largest
+        watched = self.search.finding is not None
         return self.agreement.propose(
-            found_inf, known.bad_loss, state, settings, squares, dropped, largest, limit, retries
+            found_inf,
+            known.bad_loss,
+            state,
+            settings,
+            squares,
+            dropped,
+            largest,
+            limit,
+            retries,
+            watched,
         )
 
     def found(self, known: OptimizerStep) -> Tensor:
@@ -301,6 +318,8 @@ class GradCheck:
             verdict = self._settle(exchange)
             known.entry["found_inf_per_device"] = {device: verdict.found_inf}
             known.bad_loss = verdict.bad_loss
+            if self.search.finding is not None:
+                self._share_cause(verdict.rows)
             if self.meter is not None:
                 known.largest = message.largest(verdict.rows)
             if known.drops:
@@ -351,6 +370,7 @@ class GradCheck:
         except RuntimeError:
             self.steps.entries.clear()
             self.losses.end_iteration()
+            self.search.finding = None
             raise
 
     def overflow_counts(self, required: bool = False) -> tuple[Tensor, Tensor]:
