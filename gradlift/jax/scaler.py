@@ -356,7 +356,6 @@ class Adaptive:
                 "the forward pass hold what is not finite, and no loss scale can help. The step is "
                 f"skipped and the scale stays as it is. {_DEBUG}",
                 "the-loss-is-inf-or-nan",
-                stacklevel=6,
             )
         if any(row.exponent <= floor for row in lost) and "floor" not in self._said:
             self._said.add("floor")
@@ -365,7 +364,6 @@ class Adaptive:
                 f"gradlift: a step overflowed with the scale at its floor, 2^{floor}. The "
                 f"gradients hold infs or NaNs that no scale removes, in {names}. {_DEBUG}",
                 AT_FLOOR,
-                stacklevel=6,
             )
 
     def _formed(self, state: AdaptiveState, probing: bool) -> AdaptiveState:

@@ -25,7 +25,7 @@ from gradlift.torch.ranks.groups import Ranks
 from gradlift.torch.step.grads import has_float64
 from gradlift.troubleshooting import see
 
-# A row. The nine from SCALE on must be equal on all ranks; behind them is what adaptive scalers add.
+# A row. The nine from SCALE on must be equal on all ranks; adaptive scalers add more columns.
 FOUND, BAD_LOSS, OWN, PLAIN, MESH, COPY, DROPPED_FOUND, DROPPED_BAD, LARGEST, WATCHED = range(10)
 SCALE, TRACKER, SETTINGS, LOADS, PLAN, DROPS, REFUSES, MAX_NORM, RETRIES = range(10, 19)
 COLUMNS = 19
