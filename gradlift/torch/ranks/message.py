@@ -3,9 +3,9 @@
 Each rank writes a row of numbers into a table that is zero elsewhere; the sum of the tables is the
 table of all rows. Adding zeros is exact, so the ranks hold the same bits whatever the order of the
 sum, and derive the same decision from them. A row also names what must be equal (the scale, its
-growth tracker, the settings, the arguments of step, the checkpoint loaded last, the plan), so that a
-difference is met by a skip on all ranks and told with its rank. All rows are equally long, whatever
-kind of scaler sends them: a collective of tensors that differ in size ends the process.
+growth tracker, the settings, the arguments of step, the checkpoint loaded last, the plan), so that
+a difference is met by a skip on all ranks and told with its rank. All rows are equally long,
+whatever kind of scaler sends them: a collective of tensors that differ in size ends the process.
 
 Squares of the gradient's norm come in three columns, so that each element counts once: those that
 this rank alone answers for, those of plain gradients, of which every rank holds a copy, and those
