@@ -475,4 +475,7 @@ def _forget_compiled_steps(optimizer: Any) -> None:
     for model in gc.get_objects():
         is_model = issubclass(type(model), keras.Model)
         if is_model and getattr(model, "optimizer", None) is optimizer and model.train_function:
-            model.make_train_function(force=True)
+            if keras.distribution.distribution() is None:
+                model.make_train_function(force=True)
+            else:  # It asks for the places of all variables as it is made: the next fit makes it.
+                model.train_function = None
