@@ -646,11 +646,23 @@ def test_from_keras_takes_over_from_the_step_after_a_fit():
     model.fit(x, y, batch_size=64, verbose=0)
     assert count_of(ours) == number(ours.iterations) == 32
     # Another policy with as many variables.
-    ours = model.optimizer = from_keras(ours, Static(2.0**127))
-    ours.dynamic_scale.assign(np.inf)
+    ours = model.optimizer = from_keras(ours, Dynamic(init_scale=8.0, growth_interval=4))
+    ours.step_counter.assign(0)
     model.fit(x, y, batch_size=64, verbose=0)
-    assert number(ours.skipped_steps) == 16
-    assert number(ours.dynamic_scale) == np.inf
+    assert number(ours.dynamic_scale) == 8.0 * 2**4
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="a distribution of JAX's arrays")
+def test_from_keras_takes_over_under_a_distribution():
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]))
+    try:
+        model, _ = trained(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), True)
+        model.optimizer = from_keras(model.optimizer, Predictive())
+        model.fit(*data(), batch_size=64, verbose=0)
+    finally:
+        keras.distribution.set_distribution(None)
+    assert number(model.optimizer.iterations) == 7 * 16
+    assert number(model.optimizer.peak) > 0
 
 
 def test_from_keras_of_our_own_class_keeps_everything():

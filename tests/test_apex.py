@@ -607,6 +607,17 @@ def test_a_copy_of_the_model_has_weights_of_its_own():
     assert model(torch.ones(1, 1)).item() == 2.0
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dropped", [OVERFLOWS, 0.25])
+def test_model_zero_grad_drops_a_step(level, dropped):
+    model, optimizer = single(level=level, loss_scale=2.0**16)
+    backward(model, optimizer, dropped)
+    model.zero_grad()
+    backward(model, optimizer, 0.5)
+    optimizer.step()
+    assert weight(model) == 2.0 - 0.0625
+
+
 # Checkpoints.
 
 
@@ -639,6 +650,45 @@ def test_states_of_another_length_load_what_fits(capsys):
         amp.load_state_dict({"model": {}})
     with pytest.raises(ValueError, match="scale"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": -1.0, "unskipped": 0}})
+
+
+ENTRY = {"loss_scale": 8.0, "unskipped": 3}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"loss_scaler1": {**ENTRY, "loss_scale": float("nan")}}, r"loss_scale'\] must be .* nan"),
+        ({"loss_scaler1": {**ENTRY, "loss_scale": 0.0}}, r"loss_scale'\] must be .* 0\.0"),
+        ({"loss_scaler1": {**ENTRY, "unskipped": 2.5}}, r"unskipped'\] must be .* 2\.5"),
+        ({"loss_scaler1": {**ENTRY, "unskipped": -1}}, r"unskipped'\] must be .* -1"),
+        ({"loss_scaler1": {"loss_scale": 8.0}}, "without unskipped"),
+        ({"loss_scaler1": 8.0}, r"loss_scaler1'\] must be a dict, got 8\.0"),
+    ],
+)
+def test_a_damaged_state_changes_nothing(state, message):
+    single(num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises(ValueError, match=message):
+        amp.load_state_dict({"loss_scaler0": ENTRY, **state})
+    assert amp.state_dict() == before
+    with pytest.raises(ValueError, match=r"dict of amp.state_dict\(\), got None"):
+        amp.load_state_dict(None)
+
+
+def test_a_state_of_other_losses_is_named(capsys):
+    single()
+    amp._amp_state.verbosity = 1
+    amp.load_state_dict({"loss_scaler1": ENTRY})
+    assert "only those of ['loss_scaler0']" in capsys.readouterr().out
+
+
+def test_a_state_of_tensors_loads():
+    single()
+    amp.load_state_dict(
+        {"loss_scaler0": {"loss_scale": torch.tensor(8.0), "unskipped": torch.tensor(3)}}
+    )
+    assert amp.state_dict()["loss_scaler0"] == ENTRY
 
 
 def test_a_static_scale_that_was_loaded_is_used():

@@ -53,6 +53,7 @@ class Stash:
         """The loss scaler whose scale the gradients still carry (``delay_unscale``)."""
         self._say = say
         self._fresh = True
+        self._abandoned = False
         self._aside: dict[int, Tensor] = {}
         self._checks: list[tuple[Any, Tensor]] = []
         for group in optimizer.param_groups:
@@ -82,6 +83,9 @@ class Stash:
         if self._fresh and self.weights is not None:
             self.weights.refresh(self.all_fp16_params)
         self._fresh = False
+        if self._is_cleared(optimizer) and not self._abandoned:
+            self.forget_grads()
+        self._abandoned = False
         if self.scaled_by is not None:
             return  # backward adds to gradients that carry the same scale
         for param in master_params(optimizer):
@@ -90,6 +94,13 @@ class Stash:
                 param.grad = None
         for param in self.all_fp16_params:
             param.grad = None
+
+    def _is_cleared(self, optimizer: Optimizer) -> bool:
+        """Whether there are no gradients in the model: its ``zero_grad`` drops a step in this way,
+        and reaches neither masters nor checks."""
+        masters = set(map(id, self.all_fp32_from_fp16_params))
+        others = (p for p in master_params(optimizer) if id(p) not in masters)
+        return all(p.grad is None for p in (*self.all_fp16_params, *others))
 
     def collect(self) -> None:
         for param, master in self.pairs():
@@ -109,6 +120,7 @@ class Stash:
 
     def abandon(self, optimizer: Optimizer) -> None:
         """Backward failed: what it left is scaled and incomplete, so drop it."""
+        self._abandoned = True
         for param in (*master_params(optimizer), *self.all_fp16_params):
             param.grad = self._aside.pop(id(param), None)
 

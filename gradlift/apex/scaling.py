@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradlift import schema
 from gradlift.apex.levels import Properties
 from gradlift.apex.masters import Optimizer, Stash, stash_of
-from gradlift.policy import Dynamic, Policy, Static
+from gradlift.policy import LARGEST_SCALE, SMALLEST_SCALE, Dynamic, Policy, Static
 from gradlift.torch import GradScaler, for_trainers
 
 
@@ -192,16 +193,34 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Go on from a state that Apex or this module wrote; call it after ``initialize``."""
     if not _amp_state.initialized:
         raise RuntimeError("amp.load_state_dict before amp.initialize; call initialize first")
-    foreign = [key for key in state_dict if not key.startswith("loss_scaler")]
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"amp's state must be the dict of amp.state_dict(), got {state_dict!r}")
+    foreign = [key for key in state_dict if not str(key).startswith("loss_scaler")]
     if foreign:
         raise ValueError(f"amp's state has keys loss_scaler0, loss_scaler1, ...; got {foreign}")
-    scalers = _amp_state.loss_scalers
-    if len(state_dict) != len(scalers):
+    scalers = {f"loss_scaler{scaler.loss_id}": scaler for scaler in _amp_state.loss_scalers}
+    if state_dict.keys() != scalers.keys():
         _amp_state.say(
             f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} "
-            "loss_scalers are used"
+            f"loss_scalers are used; only those of {list(scalers)} that it has are loaded"
         )
-    for scaler in scalers:
-        entry = state_dict.get(f"loss_scaler{scaler.loss_id}")
-        if entry is not None:
-            scaler.load(entry["loss_scale"], entry["unskipped"])
+    # All are checked before the first is loaded.
+    loaded = {
+        key: schema.read(_ENTRY, state_dict[key], f"state_dict[{key!r}]", _ADVICE)
+        for key in scalers
+        if key in state_dict
+    }
+    for key, entry in loaded.items():
+        scalers[key].load(**entry)
+
+
+def _plain(check: schema.Check) -> schema.Check:
+    """``check`` for a number that may have been saved as a tensor."""
+    return lambda value: check(value.tolist() if isinstance(value, Tensor) else value)
+
+
+_ADVICE = "nothing has been changed: load another checkpoint, or none"
+_ENTRY = schema.open_record(
+    loss_scale=_plain(schema.number(SMALLEST_SCALE, LARGEST_SCALE)),
+    unskipped=_plain(schema.whole(0, 2**30)),
+)

@@ -353,8 +353,8 @@ class LossScaleOptimizer(_KERAS):
         if held not in (2, 5, 7):
             return super().load_own_variables(store)
         found = dict(zip(names, values[first : first + held], strict=False))
-        if held == 7 and found["peak"].shape != ():  # of "Adaptive"
-            del found["peak"], found["gap"], found["step_counter"]
+        if held == 7 and found["peak"].shape != ():  # of "Adaptive", with other counters
+            found = {name: found[name] for name in ("dynamic_scale", "skipped_steps")}
         state = saved.read(found, self.policy, _LOAD_THE_REST)
         values[first : first + held] = [v.numpy() for v in self._variables[first:]]
         super().load_own_variables({str(i): value for i, value in enumerate(values)})
@@ -474,4 +474,7 @@ def _forget_compiled_steps(optimizer: Any) -> None:
     for model in gc.get_objects():
         is_model = issubclass(type(model), keras.Model)
         if is_model and getattr(model, "optimizer", None) is optimizer and model.train_function:
-            model.make_train_function(force=True)
+            if keras.distribution.distribution() is None:
+                model.make_train_function(force=True)
+            else:  # It asks for the places of all variables as it is made: the next fit makes it.
+                model.train_function = None
