@@ -294,6 +294,8 @@ def test_check_floor_takes_whatever_holds_a_loss_scale():
     with pytest.raises(FloatingPointError, match="min_scale=1"):
         gl.check_floor(stacked)
     gl.check_floor(jax.tree.map(lambda x: jnp.stack([x, x]), good))
+    with pytest.raises(FloatingPointError, match="min_scale=1"):
+        gl.check_floor((good, state))
     gl.check_floor(adaptive()[1])
 
 

@@ -136,7 +136,8 @@ def _array(check: schema.Check) -> schema.Check:
     """An array of what ``check`` takes, each element by itself; placeholders pass."""
 
     def checked(value: Any) -> Any:
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        is_array = isinstance(value, jax.Array)
+        if isinstance(value, Tracer) or (is_array and not value.is_fully_addressable):
             return value
         if isinstance(value, (bool, int, float, np.generic, np.ndarray, jax.Array)):
             for element in np.ravel(value).tolist():
@@ -528,19 +529,19 @@ def check_floor(state: Any) -> None:
     It waits for the device, so call it outside ``jit`` and as often as a log line.
 
     Args:
-        state: the current state, or one that holds it: an optimizer's, or an adaptive scaler's.
+        state: the current state, or what holds one or several: the state of an optimizer, or of
+            an adaptive scaler.
 
     Raises:
         FloatingPointError: with ``on_floor="raise"``.
     """
-    inside = scales_in(state)
-    state = plain(inside[0] if len(inside) == 1 else state)
-    if isinstance(state.scale, Tracer):
-        raise ValueError("check_floor(state) reads the device: call it outside jit and scan")
-    # A stacked state has a scale for each member.
-    scales, finite = np.ravel(state.scale), np.ravel(state.finite)
-    lowest = float(scales[~finite].min(initial=np.inf))
-    react(state.policy, lowest, bool(finite.all()), state)
+    for each in map(plain, scales_in(state) or [state]):
+        if isinstance(each.scale, Tracer):
+            raise ValueError("check_floor(state) reads the device: call it outside jit and scan")
+        # A stacked state has a scale for each member.
+        scales, finite = np.ravel(each.scale), np.ravel(each.finite)
+        lowest = float(scales[~finite].min(initial=np.inf))
+        react(each.policy, lowest, bool(finite.all()), each)
 
 
 def scales_in(tree: Any) -> list[LossScaleState]:
