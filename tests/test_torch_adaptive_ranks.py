@@ -219,7 +219,7 @@ def test_one_small_message_a_step_and_one_a_probe(results):
         assert any(due for due, _ in result["traffic"])
         for due, sent in result["traffic"]:
             assert len(sent) == 1 + due
-            assert sent[0] == 160 * len(results)
+            assert sent[0] == 168 * len(results)
             assert all(0 < more < 8192 for more in sent[1:])
 
 
