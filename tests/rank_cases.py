@@ -34,8 +34,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -50,6 +55,7 @@ from gradlift.torch.ranks.message import ADDED, COLUMNS
 from gradlift.torch.step import grads
 
 OUT = Path()
+CPU = torch.device("cpu")
 CASES: dict[int, list[Any]] = {2: [], 4: []}
 
 
@@ -570,6 +576,130 @@ def a_rank_that_alone_watches_a_step_waits_for_nobody() -> None:
     for bad in (True, True, False, True, True):
         trained.step(bad)
     assert len(set(everyone(trained.scaler.get_scale()))) == 1
+
+
+# A forward pass that leaves float16's range, where ranks compute it together.
+
+
+class Gated(nn.Module):
+    """Two halves whose product leaves the range, though neither of them does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.up(x) * 2.0**-16)
+
+
+class Hot(nn.Module):
+    """A batch of ones takes ``first`` and ``gated`` out of the range, and one of zeros nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.gated, self.last = Gated(), nn.Linear(8, 4)
+        with torch.no_grad():
+            self.first.weight.fill_(2e3).mul_(torch.arange(1.0, 9.0)[:, None])
+            self.second.weight.fill_(2.0**-16)
+            for linear in (self.gated.gate, self.gated.up):
+                linear.weight.fill_(30.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.gated(self.second(self.first(x))))
+
+
+TP = {
+    "first": ColwiseParallel(),
+    "second": RowwiseParallel(),
+    "gated.gate": ColwiseParallel(),
+    "gated.up": ColwiseParallel(),
+    "gated.down": RowwiseParallel(),
+}
+
+
+def hot(layout: str) -> Any:
+    model: Any = Hot()
+    mesh = whole_mesh()
+    if layout == "fsdp1":
+        wrap = ModuleWrapPolicy({Gated})
+        return FullyShardedDataParallel(model, auto_wrap_policy=wrap, device_id=CPU)
+    if layout in ("tp", "fsdp2 + tp"):
+        if layout != "tp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh if layout == "tp" else mesh["tp"], TP)
+        if layout == "tp":
+            return model
+        mesh = mesh["dp"]
+    half = layout in ("fsdp2, parameters in float16", "fsdp2, half")
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16) if half else MixedPrecisionPolicy()
+    if layout == "fsdp2, half":
+        model.half()
+        policy = MixedPrecisionPolicy()
+    kinds = Gated if layout == "fsdp2, blocks" else nn.Linear
+    for module in [module for module in model.modules() if isinstance(module, kinds)]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def mended_on_ranks(layout: str) -> None:
+    model = hot(layout)
+    is_half = layout == "fsdp2, half"
+    together = "tp" in layout  # these ranks have one batch
+    x = torch.ones(4, 8) * (together or on_first()) + torch.eye(4, 8) * 2.0**-6
+    x = x.half() if is_half else x
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=not is_half):
+            return model(x).float()
+
+    bad = not bool(forward().detach().isfinite().all())
+    assert bad == (together or on_first()), layout
+    scaler = GradScaler("cpu", 2.0, model=model, forward="mend", allow_fp16_grads=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses.append(forward().square().mean())
+        scaler.scale(losses[-1]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    mended = scaler.forward_guard.mended
+    assert everyone(mended) == [mended] * dist.get_world_size(), layout
+    if "16" in layout or "half" in layout:
+        return  # a result that is cast back to float16 cannot be kept
+    assert "first" in mended, (layout, mended)
+    assert all(loss.isfinite() for loss in losses[1:]), (layout, losses)
+    right, out = Hot()(x).detach(), forward().detach()
+    assert (out - right).abs().max() < 1e-2 * right.abs().max(), (layout, out, right)
+
+
+@case(2)
+def fsdp2_and_a_guard_of_the_forward_pass() -> None:
+    for layout in ("fsdp2", "fsdp2, blocks"):
+        mended_on_ranks(layout)
+
+
+@case(2)
+def fsdp2_in_half_precision_and_a_guard_of_the_forward_pass() -> None:
+    for layout in ("fsdp2, parameters in float16", "fsdp2, half"):
+        mended_on_ranks(layout)
+
+
+@case(2)
+def fsdp1_and_a_guard_of_the_forward_pass() -> None:
+    mended_on_ranks("fsdp1")
+
+
+@case(2)
+def tensor_parallelism_and_a_guard_of_the_forward_pass() -> None:
+    mended_on_ranks("tp")
+
+
+@case(4)
+def fsdp2_with_tensor_parallelism_and_a_guard_of_the_forward_pass() -> None:
+    mended_on_ranks("fsdp2 + tp")
 
 
 # The rest of the scaler, among ranks.

@@ -220,7 +220,7 @@ def test_one_small_message_a_step_and_one_a_probe(results):
         assert any(due for due, _ in result["traffic"])
         for due, sent in result["traffic"]:
             assert len(sent) == 1 + due
-            assert sent[0] == 8 * (COLUMNS + 4) * len(results)
+            assert sent[0] == 8 * (COLUMNS + ADDED) * len(results)
             assert all(0 < more < 8192 for more in sent[1:])
 
 

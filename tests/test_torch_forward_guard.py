@@ -296,3 +296,21 @@ def test_120_healthy_steps_are_those_without_guard_and_search(kind: str):
     assert all(map(torch.equal, weights, expected))
     assert own_scale == scale
     assert own_ops == ops
+
+
+def test_what_hooks_of_the_users_do_is_done_once_to_a_module_that_is_run_again():
+    def doubled(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+        return args[0] * 2.0
+
+    def halved(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output * 0.5
+
+    model = network(1e5)
+    for module in (model[2], model[3]):
+        module.register_forward_pre_hook(doubled)
+        module.register_forward_hook(halved)
+    guard = ForwardGuard(model)
+    with guard.looking():
+        out = forward(model, X)
+    assert "2" in guard.mended
+    assert torch.equal(out, forward(model, X))

@@ -27,9 +27,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
@@ -40,6 +41,8 @@ from gradlift.printable import printable
 from gradlift.torch.adaptive.outputs import tensors_in
 from gradlift.torch.forward.values import is_captured, values_of
 from gradlift.torch.names import Names
+from gradlift.torch.ranks import groups
+from gradlift.torch.ranks.reductions import sharded
 
 HALF = torch.finfo(torch.float16)
 # Products in half precision are kept this many octaves below the largest number.
@@ -144,6 +147,9 @@ class ForwardGuard:
 class Look:
     """A look at the forward passes of a guard's model, until ``stop``.
 
+    Where a forward pass needs several ranks (FSDP, tensor parallelism, ``SyncBatchNorm``) these
+    look together: a module that is mended or run again on one of them is so on all.
+
     Args:
         guard: what mends.
     """
@@ -151,17 +157,19 @@ class Look:
     def __init__(self, guard: ForwardGuard) -> None:
         self._guard = guard
         self._handles: list[RemovableHandle] = []
-        self._finite: dict[int, list[bool]] = {}
+        self._calls: dict[int, list[_Call]] = {}
         self._old: tuple[str, ...] = tuple(guard._mended)
+        self._groups, self._device = _groups_of(guard._modules[""])
         for module in guard._modules.values():
-            before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+            # The first before and the last after, so that a module is called again as it was.
+            before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             after = module.register_forward_hook(self._after, with_kwargs=True)
             self._handles += [before, after]
 
     @property
     def has_seen(self) -> bool:
         """Whether a forward pass has begun since."""
-        return bool(self._finite)
+        return bool(self._calls)
 
     def stop(self) -> tuple[str, ...]:
         """Look no more; the names that were mended meanwhile."""
@@ -172,30 +180,69 @@ class Look:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_captured():
-            self._finite.setdefault(id(module), []).append(_largest((args, kwargs)) < math.inf)
+            call = _Call(args, kwargs, _largest((args, kwargs)) < math.inf)
+            self._calls.setdefault(id(module), []).append(call)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if is_captured():
             return None
-        was_finite = self._finite[id(module)].pop()
+        call = self._calls[id(module)].pop()
+        # No mended one's forward, and nobody else's.
+        is_own = "forward" not in module.__dict__ and _can_be_mended(module)
         name = self._guard._names.of_module[id(module)]
         largest = _largest(output)
         halves = _largest(output, halves_alone=True)
         close = halves > HALF.max * 2.0**-self._guard.distance
-        if not was_finite or not (largest == math.inf or close):
+        wanted = is_own and call.was_finite and (largest == math.inf or close)
+        peak = self._anywhere(largest if wanted else 0.0)
+        if not peak:
             return None
-        if "forward" in module.__dict__:  # a mended one's, or somebody else's
-            return None
-        why = f"its output came up to {largest:.3g}, and float16 ends at 65504"
-        if largest == math.inf:
+        why = f"its output came up to {peak:.3g}, and float16 ends at 65504"
+        if peak == math.inf:
             why = "its output was not finite though its inputs were"
-        self._guard.mend(name, why)
-        again = module.forward(*args, **kwargs)
-        if largest == math.inf and _largest(again) == math.inf:
-            # Not finite in float32 either, a division by zero for instance: mending is no help.
+        if is_own:
+            self._guard.mend(name, why)
+        again = module(*call.args, **call.kwargs)
+        # Not finite in float32 either, a division by zero for instance: mending is no help.
+        helps = wanted and not (largest == math.inf and _largest(again) == math.inf)
+        if self._anywhere(float(helps)):
+            return again
+        if is_own:
             self._guard.undo(name)
-            return None
-        return again
+        return None
+
+    def _anywhere(self, number: float) -> float:
+        """Return the largest of a number from 0 up on the ranks that look together."""
+        if not self._groups:
+            return number
+        told = torch.tensor(number, dtype=torch.float32, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        return told.item()
+
+
+class _Call(NamedTuple):
+    """A call of a module that is looked at."""
+
+    args: Any
+    kwargs: Any
+    was_finite: bool
+
+
+def _groups_of(model: nn.Module) -> tuple[list[Any], torch.device | None]:
+    """Return the process groups that a model's forward pass communicates over, each once and in the
+    same order on all ranks, and a device for messages over them."""
+    if not groups.initialized():
+        return [], None
+    # FSDP2 may have put whole parameters into the place of its shards.
+    parameters = [*model.parameters(), *(p.sharded_param for p in sharded(model))]
+    meshes = (mesh for p in parameters if (mesh := groups.mesh_of(p)) is not None)
+    found = [group for mesh in meshes for group in mesh.get_all_groups()]
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm) or groups.is_fsdp1(module):
+            found.append(module.process_group or dist.group.WORLD)
+    several = [group for group in dict.fromkeys(found) if dist.get_world_size(group) > 1]
+    return several, parameters[0].device if several else None
 
 
 def _largest(tree: Any, halves_alone: bool = False) -> float:
@@ -218,7 +265,20 @@ Forward = Callable[..., Any]
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
     zeros = getattr(module, "padding_mode", "zeros") == "zeros"
-    return _product if type(module) in (nn.Linear, *_CONVS) and zeros else _in_float32
+    # Not by the type: FSDP2 makes a class of its own for what it shards.
+    plain = type(module).forward in [kind.forward for kind in (nn.Linear, *_CONVS)]
+    return _product if plain and zeros else _in_float32
+
+
+def _can_be_mended(module: nn.Module) -> bool:
+    """Whether a module can run in float32: not where FSDP2 puts float16 parameters into place
+    inside it, in calls of their own."""
+    return not any(
+        record.sharded_param.dtype == torch.float16
+        for inner in module.modules()
+        if inner is not module and hasattr(inner, "_get_fsdp_state")
+        for record in sharded(inner)
+    )
 
 
 def _product(module: Any, plain: Forward, x: Tensor) -> Tensor:
@@ -231,7 +291,7 @@ def _product(module: Any, plain: Forward, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         weight = (module.weight.float() * down_weight).to(half)
         x = (x.float() * down).to(half)
-        is_linear = type(module) is nn.Linear
+        is_linear = isinstance(module, nn.Linear)
         out = F.linear(x, weight) if is_linear else module._conv_forward(x, weight, None)
         out = out.float() * up
         if module.bias is not None:
@@ -265,13 +325,18 @@ def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     weight = module.weight.detach().float()
     rows = weight.reshape(weight.shape[0], -1)
-    largest = torch.linalg.vector_norm(x.detach().float(), math.inf)
-    for_weight = _octaves_over(torch.linalg.vector_norm(rows, math.inf))
+    largest = _whole(torch.linalg.vector_norm(x.detach().float(), math.inf))
+    for_weight = _octaves_over(_whole(torch.linalg.vector_norm(rows, math.inf)))
     for_input = _octaves_over(largest)
-    bound = largest * torch.linalg.vector_norm(rows, 1, dim=1).max()
+    bound = largest * _whole(torch.linalg.vector_norm(rows, 1, dim=1).max())
     for_input = torch.maximum(for_input, _octaves_over(bound) - for_weight)
     powers = (-for_input, -for_weight, for_input + for_weight)
     return tuple(power_of_two(power, torch.float32) for power in powers)  # type: ignore[return-value]
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a DTensor's value as every rank has it; any other tensor as it is."""
+    return tensor.full_tensor() if groups.mesh_of(tensor) is not None else tensor
 
 
 def _octaves_over(magnitude: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def reduction_of(model: nn.Module, ranks: int) -> Reduction:
         hooks = getattr(model, "_comm_hooks", ())
         names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook, *_ in hooks)
         return Reduction(any("fp16" in name for name in names), 0)
-    dtypes = {_reduce_dtype(param) for param in _sharded(model)}
+    dtypes = {_reduce_dtype(param) for param in sharded(model)}
     # The mixed precision of FSDP1's units.
     policies = (getattr(m, "mixed_precision", None) for m in model.modules() if is_fsdp1(m))
     dtypes |= {getattr(policy, "reduce_dtype", None) for policy in policies}
@@ -53,7 +53,7 @@ def reduction_of(model: nn.Module, ranks: int) -> Reduction:
 def gathered_parameters(model: nn.Module, names: Names) -> dict[int, str]:
     """Names of the whole parameters that FSDP2 puts into the graph, by ``id``."""
     found = {}
-    for param in _sharded(model):
+    for param in sharded(model):
         info, whole = param._module_info, getattr(param, "_unsharded_param", None)
         owner = names.of_module.get(id(info.module))
         if whole is not None and owner is not None:
@@ -61,8 +61,8 @@ def gathered_parameters(model: nn.Module, names: Names) -> dict[int, str]:
     return found
 
 
-def _sharded(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the parameters it shards; it shows them nowhere else."""
+def sharded(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's own records of the parameters it shards; it shows them nowhere else."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", None)
         if state is None:
