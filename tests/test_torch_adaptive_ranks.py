@@ -21,7 +21,7 @@ if dist.is_gloo_available():
     from test_torch_ranks import once
 
     from gradlift.torch import AdaptiveGradScaler
-    from gradlift.torch.ranks.message import COLUMNS
+    from gradlift.torch.ranks.message import ADDED, COLUMNS
 
 WORLDS = (4, 2)
 # No room in float16 leaves to bring gradients back in; ops that exchange gradients everywhere.
