@@ -80,7 +80,7 @@ class Scaler:
             scaler.state_dict(),
             repr(scaler.policy),
             scaler._init_scale,
-            agreement_of(scaler).loads,
+            agreement_of(scaler)._loaded,
         )
 
     def is_valid(self, state: Any) -> bool:

@@ -120,8 +120,9 @@ def test_predictive_costs_at_most_60_percent_of_torchs_scaler_on_regimes(half):
 
 
 def test_a_committed_recording_is_what_the_command_records():
-    found = record(regimes.regime(0), 0, 160, 5, CPU)
+    steps = 40  # of 160
+    found = record(regimes.regime(0), 0, steps, 5, CPU)
     kept = Recording.load(RESULTS / "regimes" / "tune" / "0000.npz")
-    assert abs(found.limit.astype(int) - kept.limit).max() <= 1
+    assert abs(found.limit.astype(int) - kept.limit[:steps]).max() <= 1
     # Another CPU may round otherwise.
-    np.testing.assert_allclose(found.largest, kept.largest, rtol=0.05)
+    np.testing.assert_allclose(found.largest, kept.largest[:steps], rtol=0.05)
