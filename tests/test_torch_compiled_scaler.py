@@ -252,3 +252,76 @@ def test_a_run_goes_on_from_a_checkpoint():
     assert second.neutral[-1] is None
     assert lost(model) < 0.02
     second.scaler.close()
+
+
+# A scaler that comes late.
+
+
+class Counted(nn.Module):
+    """Counts the calls that run as they are written."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.eager = nn.Linear(4, 8), nn.Linear(8, 3), 0
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            self.eager += 1
+        return self.second(self.first(x).tanh())
+
+
+def called(how):
+    """A model, what the scaler is given, and what is called."""
+    model = build(Counted)
+    if how == "wrapped":
+        compiled = torch.compile(model, backend=BACKEND)
+        return model, compiled, compiled
+    if how == "its forward, kept":
+        compiled = torch.compile(model, backend=BACKEND)
+        return model, compiled, compiled.forward
+    if how == "in place":
+        model.compile(backend=BACKEND)
+        return model, model, model
+    model.second.compile(backend=BACKEND)
+    if how == "a part":
+        return model, model, model
+    return model, model, torch.compile(lambda x: model(x), backend=BACKEND)
+
+
+@pytest.mark.filterwarnings("ignore:gradlift. no output of the model's modules")  # of that pass
+@pytest.mark.parametrize(
+    "how", ["wrapped", "its forward, kept", "in place", "a part", "a part and a function"]
+)
+def test_a_scaler_made_after_the_first_forward_pass_plans(how):
+    model, given, call = called(how)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), None
+    for _ in range(16):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = call(inputs()).float().square().mean()
+        scaler = scaler or AdaptiveGradScaler(given, "cpu")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.plan is not None
+    assert scaler.neutral is None
+    scaler.close()
+
+
+@pytest.mark.filterwarnings("ignore:gradlift. the model is called from compiled code")
+def test_a_model_that_probes_miss_is_not_run_uncompiled_for_good():
+    """The forward pass of every step comes before the update of the step before it."""
+    model, given, call = called("in place")
+    optimizer, scaler, eager = torch.optim.SGD(model.parameters(), 0.1), None, []
+    for number in range(40):
+        with torch.autocast("cpu", torch.float16):
+            loss = call(inputs()).float().square().mean()
+        scaler = scaler or AdaptiveGradScaler(given, "cpu")
+        if number:
+            scaler.update()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        eager.append(model.eager)
+    assert eager[-1] == eager[20] <= 4
+    scaler.close()

@@ -147,7 +147,7 @@ class Engine:
             return
         self.probes.begin(self.model)
         self.watch.refresh()
-        if self.watch.compiled is not None:
+        if self.watch.compiled is not None and self.watch.probing:
             self.watch.compiled.probe.begin()
 
     def take(self) -> Probe | None:

@@ -58,6 +58,8 @@ class ModelWatch:
         """What the outputs are seen through; None while they are not looked at."""
         self._model, self._linear, self._outputs = model, linear, outputs
         self._pins, self._plan, self._probes, self._reasons = pins, plan, probes, reasons
+        self._missed: list[Any] = []
+        """The latest probes in which the model ran compiled nevertheless."""
         self._out_of_reach = False
 
     # The forward pass.
@@ -75,8 +77,8 @@ class ModelWatch:
 
     @property
     def probing(self) -> bool:
-        """Whether a probe is due."""
-        return self._probes.current is not None
+        """Whether a probe is due, of a model that can be looked at."""
+        return self._probes.current is not None and not self._out_of_reach
 
     @property
     def only_active(self) -> bool:
@@ -161,6 +163,8 @@ class ModelWatch:
     def missed(self, found: Walk) -> bool:
         """Whether the model ran in compiled code though a probe was due."""
         if found.cuts or not any(map(is_compiled_node, found.functions)):
+            if found.cuts and self.probing:
+                self._missed.clear()
             return False
         if not self.owns_a_leaf(found):
             return False
@@ -168,8 +172,20 @@ class ModelWatch:
             self._meet_compiled()
             self.refresh()
         elif self.probing:
-            self._out_of_reach = True
+            self._miss(self.compiled)
         return True
+
+    def _miss(self, compiled: CompiledModel) -> None:
+        """Try again, in another way, and then no more."""
+        probe = self._probes.current
+        if not any(missed is probe for missed in self._missed):
+            self._missed.append(probe)
+        # Once the loss may come from before the probe began, as where the scaler was made between
+        # the first forward pass and its backward pass.
+        if len(self._missed) == 2:
+            compiled.probe.widen()
+            self._remove_hook()
+        self._out_of_reach = len(self._missed) > 2
 
     def owns_a_leaf(self, found: Walk) -> bool:
         """Whether a graph has one of the model's parameters."""

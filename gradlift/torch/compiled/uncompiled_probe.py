@@ -40,9 +40,18 @@ class UncompiledProbe:
         wrappers = wrappers_of(model) if hidden else []
         self._all_inside = hidden
         self._from_function = hidden and not wrappers
-        self._entries = Entries(lambda: probing() and torch.is_grad_enabled(), self._looking)
+        self._probing = probing
+        self._entries = Entries(self._wants, self._looking)
         self._entries.wrap(wrappers)
         self._window = contextlib.ExitStack()
+
+    def _wants(self) -> bool:
+        return self._probing() and torch.is_grad_enabled() and not self._from_function
+
+    def widen(self) -> None:
+        """From the next probe on all code runs uncompiled: the model's own entries were passed by,
+        as by a compiled function that calls it."""
+        self._all_inside = self._from_function = True
 
     def watch(self) -> Hooks:
         """Hooks on the modules outside of compiled parts."""
