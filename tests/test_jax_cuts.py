@@ -334,7 +334,9 @@ def test_what_need_not_be_linear_in_its_gradient_is_held_and_exact(name):
     )
 
 
-@pytest.mark.parametrize("part", [jax.nn.relu, jax.nn.silu, LINEAR.bind], ids=str)
+@pytest.mark.parametrize(
+    "part", [jax.nn.relu, jax.nn.silu, LINEAR.bind], ids=["relu", "silu", "linear"]
+)
 def test_derivatives_written_by_hand_that_are_linear_are_not_held(part):
     traced = layerwise(over_and_under(part)).trace(matrices(3), X)
     assert [c.pinned for c in traced.graph.components] == [None] * 4
