@@ -73,6 +73,20 @@ def assert_same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+ONE = jnp.float32(1)
+SHARED = gl.adaptive(loss_fn)
+
+
+def shared():
+    """A scaler and its first state: for tests that count no programs, whose programs are compiled
+    once for all of them."""
+    return SHARED, SHARED.init(PARAMS, X, ONE)
+
+
+def steady(_):
+    return ONE
+
+
 def programs(scaler):
     """How many were compiled for its steps."""
     return scaler._jitted._cache_size()
@@ -159,8 +173,8 @@ def test_a_float64_gradient_beyond_float32_is_finite():
 
 def test_every_leaf_of_a_donated_state_is_used_again():
     # One that is not has another address in every step, which XLA's graphs on a GPU pay for.
-    scaler = gl.adaptive(loss_fn)
-    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 12, lambda _: 1.0)
+    scaler, state = shared()
+    state, _ = run(scaler, state, 12, steady)
     step = jax.jit(lambda state, p: scaler(state, p, X, 1.0)[0], donate_argnums=0)
     text = step.lower(state, PARAMS).compile().as_text()
     aliases = text[: text.index("entry_computation_layout")].count("may-alias")
@@ -168,9 +182,9 @@ def test_every_leaf_of_a_donated_state_is_used_again():
 
 
 def test_every_layer_has_its_gradient(jax_device):
-    scaler = gl.adaptive(loss_fn)
-    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 12, lambda _: 1.0)
-    out = scaler(state, PARAMS, X, 1.0)[1]
+    scaler, state = shared()
+    state, _ = run(scaler, state, 12, steady)
+    out = scaler(state, PARAMS, X, ONE)[1]
     assert out.finite
     assert scaler.plan.active
     assert "layer[" in str(scaler.plan)
@@ -248,16 +262,15 @@ def highest(plan):
 
 @pytest.mark.filterwarnings("ignore:gradlift. the loss is inf or NaN")
 def test_a_loss_that_is_not_finite_teaches_nothing():
-    scaler = gl.adaptive(loss_fn)
-    state = scaler.init(PARAMS, X, 1.0)
-    state, out = scaler(state, PARAMS, X, jnp.nan)  # a probe, too
+    scaler, state = shared()
+    state, out = scaler(state, PARAMS, X, ONE * jnp.nan)  # a probe, too
     assert not out.finite
     assert scaler.plan is None
     assert state.scale == 2.0**8
-    state, _ = run(scaler, state, 20, lambda _: 1.0)
+    state, _ = run(scaler, state, 20, steady)
     plan, scale = scaler.plan, state.scale
     for _ in range(2 * LOOK):
-        state, out = scaler(state, PARAMS, X, jnp.inf)
+        state, out = scaler(state, PARAMS, X, ONE * jnp.inf)
         assert not out.finite
     assert state.scale == scale
     assert scaler.plan.exponents == plan.exponents
@@ -327,19 +340,19 @@ def test_a_scan_over_steps_predicts_on_the_device():
 
 
 def test_steps_that_the_host_was_not_told_of_are_found_out():
-    scaler = gl.adaptive(loss_fn)
-    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 10, lambda _: 1.0)
+    scaler, state = shared()
+    state, _ = run(scaler, state, 10, steady)
     for _ in range(3):  # nobody says so
-        state = jax.jit(scaler)(state, PARAMS, X, 1.0)[0]
+        state = scaler._jitted(state, PARAMS, X, ONE)[0]
     with pytest.raises(ValueError, match=r"told of \d+ steps and its state has taken \d+"):
-        run(scaler, state, 3 * LOOK, lambda _: 1.0)
+        run(scaler, state, 3 * LOOK, steady)
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
     import orbax.checkpoint as ocp
 
-    scaler = gl.adaptive(loss_fn)
-    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 23)
+    scaler, state = shared()
+    state, _ = run(scaler, state, 23)
     saved = scaler.to_dict(state)
     assert saved["waiting"]  # a step the pilot has not heard of yet
     assert json.dumps(json.loads(json.dumps(saved))) == json.dumps(saved)
@@ -359,8 +372,8 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
 def test_the_arrays_alone_go_through_orbax_and_go_on(tmp_path):
     import orbax.checkpoint as ocp
 
-    scaler = gl.adaptive(loss_fn)
-    state, _ = run(scaler, scaler.init(PARAMS, X, 1.0), 23)
+    scaler, state = shared()
+    state, _ = run(scaler, state, 23)
     with ocp.StandardCheckpointer() as saver:
         saver.save(tmp_path / "state", state)
         saver.wait_until_finished()
