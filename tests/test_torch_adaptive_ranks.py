@@ -21,7 +21,7 @@ if dist.is_gloo_available():
     from test_torch_ranks import once
 
     from gradlift.torch import AdaptiveGradScaler
-    from gradlift.torch.ranks.message import ADDED, COLUMNS
+    from gradlift.torch.ranks import message
 
 WORLDS = (4, 2)
 # No room in float16 leaves to bring gradients back in; ops that exchange gradients everywhere.
@@ -220,7 +220,7 @@ def test_one_small_message_a_step_and_one_a_probe(results):
         assert any(due for due, _ in result["traffic"])
         for due, sent in result["traffic"]:
             assert len(sent) == 1 + due
-            assert sent[0] == 8 * (COLUMNS + ADDED) * len(results)
+            assert sent[0] == 8 * (message.COLUMNS + message.ADDED) * len(results)
             assert all(0 < more < 8192 for more in sent[1:])
 
 
