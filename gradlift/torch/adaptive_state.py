@@ -12,23 +12,20 @@ import json
 from typing import Any, NamedTuple
 
 from gradlift import schema
-from gradlift.plan import observations
-from gradlift.plan.adaptive_policy import ADAPTIVE_POLICY
+from gradlift.plan import saved as plan_state
 from gradlift.schema import Mismatch, list_of, optional, record
 from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.checkpoint import ADAPTIVE_KEY as STATE_KEY
 from gradlift.torch.model_identity import IDENTITY
 
-VERSION = 3
-OLDER_VERSIONS = (1, 2)
-"""Their plans are of another planner: the scale is kept, and the plan is found again."""
+VERSION = 2
 NAME = f"state_dict[{STATE_KEY!r}]"
 ADVICE = (
     "nothing has been changed: load another checkpoint, or leave this key out to keep the scale "
     "and find the plan anew"
 )
 
-# Steps that can be on their way to the policy when a state is taken.
+# Steps that can be on their way to the pilot when a state is taken.
 _UNDER_WAY = 8
 
 
@@ -36,10 +33,10 @@ class Saved(NamedTuple):
     """What an adaptive scaler knows."""
 
     step: int
-    policy: dict[str, Any]
-    """As ``AdaptivePolicy.to_dict`` gives it; ``AdaptivePolicy.load`` checks it."""
+    pilot: dict[str, Any]
+    """As ``Pilot.to_dict`` gives it; ``Pilot.load`` checks it."""
     pending: list[Pending]
-    """Steps that the policy has not observed."""
+    """Steps that the pilot has not been told of."""
     pins: dict[str, int]
     probing: bool
     """Whether the next step is a probe."""
@@ -60,20 +57,18 @@ def write(saved: Saved) -> str:
     return json.dumps({"version": VERSION, **rest})
 
 
-def read(state: Any) -> Saved | None:
-    """Return what ``write`` was given, from its string; None if an older version wrote it.
+def read(state: Any) -> Saved:
+    """What ``write`` was given, from its string.
 
     Raises:
         ValueError: it is damaged, or of a version that is not known here.
     """
     own = _parsed(state)
-    if isinstance(own, dict) and own.get("version") in OLDER_VERSIONS:
-        return None
     found = schema.read(_STATE, own, NAME, ADVICE)
     return Saved(
         **{
             **found,
-            "policy": own["policy"],
+            "pilot": own["pilot"],
             "pending": [Pending.from_dict(row) for row in own["pending"]],
             "wide": frozenset(found["wide"]),
         }
@@ -97,15 +92,14 @@ def _fits_together(**state: Any) -> dict[str, Any]:
 
 
 _STATE = schema.versioned(
-    v3=record(
+    v2=record(
         make=_fits_together,
-        step=observations.STEP,
-        policy=ADAPTIVE_POLICY,
+        step=plan_state.STEP,
+        pilot=plan_state.PILOT,
         pending=list_of(
-            record(record=observations.RECORD, result=optional(observations.PROBE_RESULT)),
-            most=_UNDER_WAY,
+            record(record=plan_state.RECORD, survey=optional(plan_state.SURVEY)), most=_UNDER_WAY
         ),
-        pins=schema.dict_of(schema.text, observations.OFFSET),
+        pins=schema.dict_of(schema.text, plan_state.OFFSET),
         probing=schema.flag,
         overflowed=list_of(schema.text),
         wide=list_of(schema.text),

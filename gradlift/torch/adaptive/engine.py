@@ -320,15 +320,7 @@ class Engine:
         if probe is not None:
             names = self.watch.names
             named = {**names.of_parameter, **gathered_parameters(self.model, names)}
-            armed = self.armed
-            probe.attach(
-                found,
-                keys,
-                offsets,
-                named,
-                armed.leaf_return,
-                lambda node: armed.inner_hook(node, gate),
-            )
+            probe.attach(found, keys, offsets, named, self.armed.leaf_return)
             self.probes.note_wide(probe)
             probe.attach_rounded(found, offsets, gate, self.marks.rounded)
         return waiting
