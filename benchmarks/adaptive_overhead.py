@@ -44,7 +44,7 @@ from benchmarks.models import GPT, GPT_124M, GPT_LAUNCH_BOUND, GPT_TINY, Batch
 from benchmarks.overhead import Case, Trainer, build_scaler, build_trainers, judge, report, skips
 from benchmarks.overhead import Workload as Timed
 from benchmarks.turns import Ratio, Timings
-from gradlift.plan.pilot import DEFAULT_INTERVAL
+from gradlift.plan.adaptive_policy import DEFAULT_INTERVAL
 
 VARIANTS = ("torch", "torch again", "gradlift", "adaptive", "naive")
 RATIOS = (

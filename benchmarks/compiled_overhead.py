@@ -114,7 +114,7 @@ def probe(trainer: Trainer, batches: Sequence[Batch]) -> Any:
     engine.take = lambda: taken.append(take()) or None  # type: ignore[method-assign]
     trainer.step(batches)
     engine.take = take  # type: ignore[method-assign]
-    return taken[0].survey(0).graph
+    return taken[0].result(0).graph
 
 
 def measure(workload: Workload, device: torch.device) -> Result:

@@ -188,7 +188,7 @@ def look_at_cuts(
     """What each region's cuts save, and the regions whose cuts save nothing."""
     controller = scaler._controller
     assert controller is not None
-    plan, graph, engine = scaler.plan, controller.pilot._graph, controller.engine
+    plan, graph, engine = scaler.plan, controller.policy._graph, controller.engine
     assert plan is not None
     assert graph is not None
     saved: dict[str, float] = {}

@@ -140,7 +140,7 @@ def probed_graph(trained: Trained, batch: tuple[Tensor, Tensor]) -> Any:
     controller.engine.probe()
     trained.optimizer.zero_grad()
     scaler.scale(nn.functional.cross_entropy(trained.model(batch[0]), batch[1])).backward()
-    graph = controller.engine.take().survey(0).graph
+    graph = controller.engine.take().result(0).graph
     hold_probes(scaler)
     return graph
 

@@ -126,8 +126,8 @@ def adaptive(loss_fn: Any, params: Any, tx: Any, batch: jax.Array) -> Variant:
         return state, *gl.select(finite, [optax.apply_updates(old[0], updates), opt_state], old)
 
     def hold_probes() -> None:
-        assert scaler._pilot is not None
-        scaler._pilot.schedule.next_probe = 2**40
+        assert scaler._planner is not None
+        scaler._planner.schedule.next_probe = 2**40
 
     def after(carry: Any) -> Any:
         state, *rest = carry

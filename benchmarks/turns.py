@@ -96,7 +96,7 @@ def take_turns(
 def hold_probes(scaler: AdaptiveGradScaler) -> None:
     """No probe of its own from now on."""
     if scaler._controller is not None:
-        scaler._controller.pilot.schedule.next_probe = 2**40
+        scaler._controller.policy.schedule.next_probe = 2**40
 
 
 def time_probes(

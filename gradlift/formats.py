@@ -57,6 +57,11 @@ class Format:
         return self.min_exponent - self.mantissa_bits
 
     @property
+    def rounding_error(self) -> float:
+        """The relative error of rounding a value in the normal range, root mean square."""
+        return 2.0 ** -(self.mantissa_bits + 1) / 3**0.5
+
+    @property
     def saturates(self) -> bool:
         """Whether what is too large becomes the largest value: casts to 8 bits do that."""
         return self.bits == 8

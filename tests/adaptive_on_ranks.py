@@ -215,17 +215,17 @@ def exactness(kind, rank, world):
     expected = backward()
     engine.probe()
     found = [backward()]
-    survey = engine.take().survey(10)
+    result = engine.take().result(10)
     outcomes = []
     # Each rank at exponents of its own, too: what ranks exchange is at the global scale.
     for seed in (0, 1, 2 + rank):
-        offsets = random_offsets(survey.graph, seed)
+        offsets = random_offsets(result.graph, seed)
         if kind == "fsdp2 half":  # all of it runs in float16: only small ones lose nothing
             offsets = {key: max(-2, min(2, offset)) for key, offset in offsets.items()}
         engine.follow(offsets)
         found.append(backward())
         outcomes.append((engine.neutral, len(engine.active)))
-    named = sorted(name for name in survey.owners if not name.startswith("leaf"))
+    named = sorted(name for name in result.component_of_parameter if not name.startswith("leaf"))
     engine.close()
     return {
         "exact": [same_tensors(one, expected) for one in found],
@@ -259,7 +259,7 @@ def as_saved(seen):
 
 
 def adaptive_run(
-    rank, world, *, shard=False, slow=False, drop=False, odd=False, bad=(), steps=16, load=None
+    rank, world, *, shard=False, slow=False, drop=False, odd=False, bad=(), steps=32, load=None
 ):
     """The whole state of the scaler after every step, on this rank.
 
@@ -381,7 +381,7 @@ def without_gradients(rank, world):
 
 
 def lone_run(group, device="cpu"):
-    """Scale and pilot after every step of a rank that trains a model of its own."""
+    """Scale and policy after every step of a rank that trains a model of its own."""
     torch.manual_seed(0)
     model = Deep().to(device)
     scaler = AdaptiveGradScaler(model, device, process_group=group, interval=4)
@@ -398,7 +398,7 @@ def lone_run(group, device="cpu"):
         scaler.step(optimizer)
         scaler.update()
         state = scaler.state_dict()
-        states.append((state["scale"], json.loads(state["gradlift_adaptive"])["pilot"]))
+        states.append((state["scale"], json.loads(state["gradlift_adaptive"])["policy"]))
     scaler.close()
     return states
 

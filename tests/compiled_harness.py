@@ -203,7 +203,7 @@ def probed(engine, call, model, **kwargs):
 
 
 def graph_of(engine, call, model, **kwargs):
-    return probed(engine, call, model, **kwargs).survey(10).graph
+    return probed(engine, call, model, **kwargs).result(10).graph
 
 
 def differ(found, expected):

@@ -137,7 +137,7 @@ def probe_of(model, step, backward=plain, **kwargs):
 
 
 def survey_of(model, step, **kwargs):
-    return probe_of(model, step, **kwargs).survey(10)
+    return probe_of(model, step, **kwargs).result(10)
 
 
 def random_offsets(graph, seed, width=12):
@@ -158,7 +158,7 @@ def check_exact(model, step, leaves=(), backward=plain, at_least=2, linear=(), s
     engine.probe()
     found, _ = run(model, step, engine, leaves=leaves, backward=backward)
     same(found, expected)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     for seed in seeds:
         offsets = random_offsets(graph, seed)
         # All outputs are looked at, or those with active cuts alone.

@@ -1,6 +1,6 @@
 """The parts of a scaler, for tests that look at one of them while the whole runs."""
 
-from gradlift.plan.pilot import Pilot
+from gradlift.plan.adaptive_policy import AdaptivePolicy
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 from gradlift.torch.adaptive.controller import Controller
 from gradlift.torch.adaptive.engine import Engine
@@ -20,5 +20,5 @@ def engine_of(scaler: AdaptiveGradScaler) -> Engine:
     return controller_of(scaler).engine
 
 
-def pilot_of(scaler: AdaptiveGradScaler) -> Pilot:
-    return controller_of(scaler).pilot
+def policy_of(scaler: AdaptiveGradScaler) -> AdaptivePolicy:
+    return controller_of(scaler).policy

@@ -19,15 +19,15 @@ import warnings
 from typing import Any
 
 import torch
-from scaler_parts import agreement_of, controller_of, engine_of, pilot_of
+from scaler_parts import agreement_of, controller_of, engine_of, policy_of
 from torch import nn
 
 from gradlift import Dynamic
+from gradlift.plan.adaptive_policy import AdaptivePolicy
+from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import Histogram
-from gradlift.plan.observations import Record, Survey
-from gradlift.plan.pilot import Pilot
+from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
 from gradlift.plan.plan import Plan
-from gradlift.plan.potential import Component, Cut, Graph
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights
 from gradlift.torch.model_identity import identity
 
@@ -133,7 +133,7 @@ class Adaptive(Scaler):
         return (
             *super().everything(made),
             held,
-            pilot_of(scaler).to_dict(),
+            policy_of(scaler).to_dict(),
             len(controller_of(scaler).pending),
         )
 
@@ -190,23 +190,26 @@ class Masters:
         return finite and repr(again[0].state_dict()) == repr(state)
 
 
-class Piloting:
-    """A ``Pilot``."""
+class Policy:
+    """An ``AdaptivePolicy``."""
 
     def fresh(self) -> Any:
-        return Pilot("float16", 1e-3, 3)
+        return AdaptivePolicy("float16", 1e-3, 3)
 
     def state(self) -> Any:
-        pilot = self.fresh()
+        policy = self.fresh()
         graph = Graph((Component(("b",)), Component(("a",))), (Cut("a", 0, 1),))
-        near, far = (
-            Histogram(((low, 40), (low + 9, 60)), 3, 0, floor=low - 6, ceiling=low + 30)
-            for low in (-12, -60)
+        near, far = (Histogram(((low, 40), (low + 9, 60)), 3, 0) for low in (-12, -60))
+        tensors = (
+            ProbedTensor("b.weight", (0,), near, 8, "float16"),
+            ProbedTensor("a.weight", (1,), far, 8, "float16"),
         )
-        pilot.saw(Record(0, 8, -5, False), 1, Survey(graph, (near, far), {"b.weight": 0}))
-        pilot.saw(Record(1, 8, None, True), 3)
-        assert pilot.plan.active
-        return json.loads(json.dumps(pilot.to_dict()))
+        result = ProbeResult(graph, tensors, {"b.weight": 0, "a.weight": 1})
+        for step in range(6):
+            policy.observe(Record(step, 8, -3, False), step + 1, result)
+        policy.observe(Record(6, 8, None, True), 8, overflowed=["b.weight"])
+        assert policy.plan.active
+        return json.loads(json.dumps(policy.to_dict()))
 
     def load(self, made: Any, state: Any) -> None:
         made.load(state)
@@ -215,7 +218,7 @@ class Piloting:
         return made.to_dict()
 
     def is_valid(self, state: Any) -> bool:
-        return valid_pilot(state, "range")
+        return valid_policy(state, "range")
 
     def works(self, made: Any) -> bool:
         again = self.fresh()
@@ -230,7 +233,7 @@ class PlannedComponent:
         return []
 
     def state(self) -> Any:
-        return Piloting().state()["plan"]
+        return Policy().state()["plan"]
 
     def load(self, made: Any, state: Any) -> None:
         made.append(Plan.from_dict(state))
@@ -251,7 +254,7 @@ TARGETS: dict[str, Any] = {
     "AdaptiveGradScaler": Adaptive(),
     "AdaptiveGradScaler, the paper's rule": Paper(),
     "MasterWeights": Masters(),
-    "Pilot": Piloting(),
+    "AdaptivePolicy": Policy(),
     "Plan": PlannedComponent(),
 }
 
@@ -375,7 +378,7 @@ def is_map(value: Any, check: Any) -> bool:
 def valid_plan(plan: Any) -> bool:
     if not is_dict(
         plan,
-        version=lambda v: is_whole(v, 3, 3),
+        version=lambda v: is_whole(v, 4, 4),
         format=is_format,
         loss=is_whole,
         components=lambda v: is_list(v, valid_planned) and len(v) > 0,
@@ -406,11 +409,9 @@ def valid_planned(component: Any) -> bool:
     return is_dict(
         component,
         modules=lambda v: is_list(v, is_text),
-        exponent=lambda v: is_whole(v, -144, 216),
+        exponent=lambda v: is_whole(v, -1000, 1000),
         interval=lambda v: is_list(v, lambda end: is_whole(end, -1000, 1000)) and len(v) == 2,
-        lost=lambda v: is_number(v, 0, 1),
-        excess=lambda v: is_number(v, 0, 1000),
-        reserved=lambda v: is_whole(v, 0, 1000),
+        error=lambda v: is_number(v, 0),
     )
 
 
@@ -426,11 +427,7 @@ def valid_graph(graph: Any) -> bool:
         ),
         cuts=lambda v: is_list(
             v,
-            lambda c: isinstance(c, dict)
-            and is_dict(
-                {"dark": False, **c}, name=is_text, downstream=is_whole, upstream=is_whole,
-                dark=is_flag,
-            ),
+            lambda c: is_dict(c, name=is_text, downstream=is_whole, upstream=is_whole),
         ),
         loss=is_whole,
     ):  # fmt: skip
@@ -443,55 +440,67 @@ def valid_graph(graph: Any) -> bool:
     )
 
 
-def valid_pilot(pilot: Any, rule: str) -> bool:
-    if not isinstance(pilot, dict):
-        return False
-    pilot = {
-        "rule": "range",
-        "format": "float16",
-        "exponents": [],
-        "tops": [],
-        "forgotten": 0,
-        "dropped": 0,
-        **pilot,
-    }  # as states of old
+def valid_policy(policy: Any, rule: str) -> bool:
     if not is_dict(
-        pilot,
+        policy,
         rule=lambda v: v == rule,
         format=lambda v: v == "float16",
         plan=maybe(valid_plan),
-        next_probe=is_step,
-        limit=lambda v: is_whole(v, -1000, 1000),
-        history=lambda v: is_list(v, maybe(is_exponent), 64),
-        exponents=lambda v: is_list(v, is_exponent, 64),
-        tops=lambda v: is_list(v, maybe(is_exponent), 64),
-        forgotten=is_whole_or_negative,
+        graph=maybe(valid_graph),
+        component_of_parameter=lambda v: is_map(v, is_whole),
+        gap=lambda v: is_whole(v, 0, 12),
+        loss_level=maybe(lambda v: is_whole(v, -600, 600)),
         shifts=lambda v: is_list(
             v, lambda s: is_list(s, is_whole_or_negative, 2) and len(s) == 2 and s[0] >= 0
         ),
-        in_a_row=is_whole,
-        graph=maybe(valid_graph),
-        owners=lambda v: is_map(v, is_whole),
-        offsets=lambda v: is_map(v, is_offset),
-        peaks=lambda v: is_map(v, lambda rows: is_list(rows, valid_peak, 6)),
-        parameters=lambda v: is_map(v, lambda rows: is_list(rows, valid_peak, 6)),
-        unmet=lambda v: is_map(v, is_whole),
-        above=lambda v: is_list(v, is_step),
-        one_scale=is_flag,
-        dropped=is_whole,
-        clean=maybe(is_whole),
-        unplanned=lambda v: is_list(v, is_whole_or_negative) and len(v) == 3 and v[1] >= 0,
-        past=valid_past,
-    ):  # fmt: skip
+        evidence=valid_evidence,
+        offsets=lambda v: is_dict(
+            v,
+            offsets=lambda v: is_map(v, is_offset),
+            past=valid_past,
+            unmet=lambda v: is_map(v, is_whole),
+        ),
+        schedule=lambda v: is_dict(
+            v,
+            next_probe=is_step,
+            in_a_row=is_whole,
+            unplanned=lambda v: is_list(v, is_whole_or_negative) and len(v) == 3 and v[1] >= 0,
+        ),
+    ):
         return False
-    plan, graph = pilot["plan"], pilot["graph"]
-    if (plan is None) != (graph is None):
-        return False
+    plan, graph = policy["plan"], policy["graph"]
     count = 0 if graph is None else len(graph["components"])
-    fits = plan is None or (plan["loss"] == graph["loss"] and len(plan["components"]) == count)
-    rows_fit = all(abs(by) <= 240 and is_step(at) for at, by in pilot["shifts"])
-    rows_fit = rows_fit and len(pilot["tops"]) <= len(pilot["history"])
-    return fits and rows_fit and all(i < count for i in pilot["owners"].values())
+    fits = plan is None or (
+        graph is not None and plan["loss"] == graph["loss"] and len(plan["components"]) == count
+    )
+    fits = fits and all(abs(by) <= 240 and is_step(at) for at, by in policy["shifts"])
+    fits = fits and all(i < count for _, own, _ in policy["evidence"]["needs"] for i in own)
+    return fits and all(i < count for i in policy["component_of_parameter"].values())
+
+
+def valid_evidence(evidence: Any) -> bool:
+    return is_dict(
+        evidence,
+        peak=maybe(lambda v: is_number(v, -300, 300)),
+        excess=lambda v: is_map(v, lambda bits: is_number(bits, -600, 600)),
+        probes=lambda v: is_map(v, lambda count: is_whole(count, 1)),
+        overflowed=lambda v: is_list(v, is_text),
+        probed_largest=maybe(is_exponent),
+        needs=lambda v: is_list(
+            v,
+            lambda need: (
+                isinstance(need, (list, tuple))
+                and len(need) == 3
+                and is_text(need[0])
+                and are_components(need[1])
+                and is_whole(need[2], -600, 600)
+            ),
+        ),
+    )
+
+
+def are_components(value: Any) -> bool:
+    return is_list(value, is_whole, 2) and len(value) > 0
 
 
 def valid_past(past: Any) -> bool:
@@ -504,16 +513,7 @@ def is_whole_or_negative(value: Any) -> bool:
     return is_whole(value, -(2**53))
 
 
-def valid_peak(row: Any) -> bool:
-    if not isinstance(row, (list, tuple)) or len(row) != 2:
-        return False
-    return is_step(row[0]) and (row[1] is None or is_exponent(row[1]))
-
-
-def valid_histogram(histogram: Any, of_one_tensor: bool = False) -> bool:
-    if not isinstance(histogram, dict):
-        return False
-    histogram = {"share": 1.0, "cut": None, **histogram}
+def valid_histogram(histogram: Any) -> bool:
     if not is_dict(
         histogram,
         counts=lambda v: is_list(
@@ -521,21 +521,20 @@ def valid_histogram(histogram: Any, of_one_tensor: bool = False) -> bool:
         ),
         zeros=is_whole,
         nonfinite=is_whole,
-        floor=is_exponent,
-        ceiling=is_exponent,
-        dark=is_whole,
-        parameters=maybe(is_exponent),
-        share=lambda v: is_number(v, 0.0, 1.0),
-        cut=maybe(is_text),
-        tensors=lambda v: is_list(
-            v, lambda inner: not of_one_tensor and valid_histogram(inner, of_one_tensor=True)
-        ),
+        hidden=is_whole,
     ):
         return False
     counts = histogram["counts"]
     places = [at for at, _ in counts]
     in_order = places == sorted(set(places))
     return in_order and all(is_exponent(at) and count >= 1 for at, count in counts)
+
+
+def valid_tensor(tensor: Any) -> bool:
+    return is_dict(
+        tensor, name=is_text, components=are_components, histogram=valid_histogram,
+        exponent=is_exponent, format=is_format, is_kept=is_flag,
+    )  # fmt: skip
 
 
 def valid_cut_statistics(statistics: Any) -> bool:
@@ -554,37 +553,34 @@ def valid_cut_statistics(statistics: Any) -> bool:
     )  # fmt: skip
 
 
-def valid_survey(survey: Any) -> bool:
-    if not isinstance(survey, dict):
-        return False
-    survey = {"cut_statistics": [], **survey}
+def valid_result(result: Any) -> bool:
     if not is_dict(
-        survey,
+        result,
         graph=valid_graph,
-        histograms=lambda v: is_list(v, maybe(valid_histogram)),
-        owners=lambda v: is_map(v, is_whole),
+        tensors=lambda v: is_list(v, valid_tensor),
+        component_of_parameter=lambda v: is_map(v, is_whole),
         cut_statistics=lambda v: is_list(v, valid_cut_statistics),
     ):
         return False
-    count = len(survey["graph"]["components"])
+    count = len(result["graph"]["components"])
     return (
-        len(survey["histograms"]) == count
-        and all(i < count for i in survey["owners"].values())
-        and all(p["downstream"] < count and p["upstream"] < count for p in survey["cut_statistics"])
+        all(i < count for tensor in result["tensors"] for i in tensor["components"])
+        and all(i < count for i in result["component_of_parameter"].values())
+        and all(p["downstream"] < count and p["upstream"] < count for p in result["cut_statistics"])
     )
 
 
 def valid_pending(row: Any) -> bool:
-    if not is_dict(row, record=lambda v: isinstance(v, dict), survey=maybe(valid_survey)):
+    if not is_dict(row, record=lambda v: isinstance(v, dict), result=maybe(valid_result)):
         return False
     return is_dict(
-        {"bad_loss": False, "went_on": None, "uncut": False, **row["record"]},
+        {"uncut": False, **row["record"]},
         step=is_step,
         exponent=lambda v: is_whole(v, -126, 127),
-        amax=maybe(is_exponent),
+        largest=maybe(is_exponent),
         overflow=is_flag,
         bad_loss=is_flag,
-        went_on=maybe(is_exponent),
+        gap=maybe(lambda v: is_whole(v, 0, 12)),
         uncut=is_flag,
     )
 
@@ -593,13 +589,15 @@ def valid_adaptive(own: Any, rule: str) -> bool:
     """Any model's: of another one, the scale is taken alone."""
     if not isinstance(own, dict):
         return False
+    if is_whole(own.get("version"), 1, 2):
+        return True  # of another planner: nothing of it is taken
     another = own.get("model") != identity(network())
     if not is_dict(
         own,
-        version=lambda v: is_whole(v, 2, 2),
+        version=lambda v: is_whole(v, 3, 3),
         step=is_step,
-        pilot=lambda v: valid_pilot(v, rule)
-        or (another and valid_pilot_of_another_kind(v)),
+        policy=lambda v: valid_policy(v, rule)
+        or (another and valid_policy_of_another_kind(v)),
         pending=lambda v: is_list(v, valid_pending, 8),
         pins=lambda v: is_map(v, is_offset),
         probing=is_flag,
@@ -615,12 +613,12 @@ def valid_adaptive(own: Any, rule: str) -> bool:
     return in_order and named
 
 
-def valid_pilot_of_another_kind(pilot: Any) -> bool:
-    """Of another model nothing of the pilot is taken, so that its rule and format do not matter."""
-    if not isinstance(pilot, dict) or pilot.get("rule", "range") not in ("range", "zhao2019"):
+def valid_policy_of_another_kind(policy: Any) -> bool:
+    """Of another model nothing of the policy is taken: its rule and format do not matter."""
+    if not isinstance(policy, dict) or policy.get("rule") not in ("range", "zhao2019"):
         return False
-    alike = valid_pilot({**pilot, "rule": "range", "format": "float16"}, "range")
-    return alike and is_format(pilot.get("format", "float16"))
+    alike = valid_policy({**policy, "rule": "range", "format": "float16"}, "range")
+    return alike and is_format(policy.get("format"))
 
 
 def is_digest(value: Any) -> bool:

@@ -26,8 +26,6 @@ from gradlift import Dynamic
 from gradlift import jax as gl
 from gradlift.jax import records
 from gradlift.jax.scaler import LOOK
-from gradlift.plan.forecast import predict
-from gradlift.plan.pilot import PATIENCE
 
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):  # the script below asks for eight
     jax.config.update("jax_num_cpu_devices", 2)
@@ -181,15 +179,19 @@ def test_every_leaf_of_a_donated_state_is_used_again():
     assert aliases == len(jax.tree.leaves(state))
 
 
-def test_every_layer_has_its_gradient(jax_device):
-    scaler, state = shared()
-    state, _ = run(scaler, state, 12, steady)
-    out = scaler(state, PARAMS, X, ONE)[1]
+@pytest.mark.parametrize("copies", [1, 2])
+def test_every_layer_has_its_gradient(jax_device, copies):
+    # A larger batch halves the gradients at the cuts, which may be flushed in the first probe.
+    x = jnp.tile(X, (copies, 1))
+    scaler = gl.adaptive(loss_fn)
+    state = scaler.init(PARAMS, x, 1.0)
+    for _ in range(13):
+        state, out = scaler(state, PARAMS, x, 1.0)
     assert out.finite
     assert scaler.plan.active
     assert "layer[" in str(scaler.plan)
     true = true_grads(PARAMS)["w"] * 2.0**40  # squares of such numbers are out of float32's range
-    plain = gl.value_and_grad(loss_fn)(state.loss_scale, PARAMS, X, 1.0)
+    plain = gl.value_and_grad(loss_fn)(state.loss_scale, PARAMS, x, 1.0)
 
     def errors(grads):
         difference = jnp.linalg.norm(grads["w"] * 2.0**40 - true, axis=(1, 2))
@@ -199,65 +201,48 @@ def test_every_layer_has_its_gradient(jax_device):
     assert errors(plain.grads)[0] > 0.5  # flushed, at the one scale
 
 
-def test_prediction_on_the_device_is_the_hosts():
-    rng = np.random.default_rng(3)
-    step, returned = jax.jit(records.predicted), 0
-    for case in range(300):
-        length = rng.integers(0, PATIENCE + 1)
-        slope, start = rng.uniform(-0.3, 0.3), rng.integers(-30, 20)
-        peaks = [int(start + slope * i + rng.integers(-1, 2)) for i in range(length)]
-        history = [None if rng.random() < 0.05 * (case % 3) else peak for peak in peaks]
-        if case % 2 and length > 20:
-            # A burst, or two, in the middle or near the end.
-            for at in rng.integers(length - 20, length, size=case % 4 // 2 + 1):
-                history[at : at + 3] = [40] * len(history[at : at + 3])
-        exponent, limit = int(rng.integers(-10, 30)), int(rng.integers(-5, 13))
-        least = int(rng.integers(-24, 17))
-        rows = [records.NOTHING] * (PATIENCE - length)
-        rows += [records.NOTHING if peak is None else peak for peak in history]
-        here = jnp.int32(exponent), jnp.asarray(rows, jnp.int32)
-        expected = predict(exponent, history, limit=limit, patience=PATIENCE, least=least)
-        assert step(*here, jnp.int32(limit), jnp.int32(least)) == expected, case
-        returned += expected == least > exponent + 1
-        assert step(*here, records.NO_LIMIT, jnp.int32(least)) == exponent
-    assert returned >= 3, "after bursts"
-
-
-def test_an_overflow_is_blamed_on_the_component_whose_parameters_show_it():
+def test_an_overflow_of_a_raised_component_lowers_it_until_a_probe_has_measured_it():
     def spiked(params, x, spike):
         """The gradient of one layer's weights is multiplied, and nothing else's."""
 
         def body(h, layer):
             times = 1 + (spike - 1) * layer["hit"].astype(jnp.float16)
             w = layer["w"].astype(jnp.float16)
-            w = lax.stop_gradient(w) + (w - lax.stop_gradient(w)) * times
-            return gl.cut(jnp.tanh(h @ w), "layer"), None
+            w = lax.stop_gradient(w) + (w - lax.stop_gradient(w)) * times * times
+            return gl.cut(jnp.tanh(h @ w + layer["b"].astype(jnp.float16)), "layer"), None
 
         h, _ = lax.scan(body, x.astype(jnp.float16), params)
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
-    params = {"w": new_params(0.9)["w"], "hit": jnp.zeros(DEPTH).at[4].set(1.0)}
+    params = {**PARAMS, "hit": jnp.zeros(DEPTH).at[0].set(1.0)}
     scaler = gl.adaptive(spiked)
     one = jnp.float16(1)
     state = scaler.init(params, X, one)
-    for _ in range(20):
+    for _ in range(40):
         state, out = scaler(state, params, X, one)
-    before = highest(scaler.plan)
+    before = offset_of(scaler.plan, "layer[0]")
+    assert before > 5
+    skipped = int(state.loss_scale.skipped_steps)
     state, out = scaler(state, params, X, jnp.float16(2.0**14))
     assert not out.finite
     names = np.array(scaler._model[1].names)[np.asarray(state.overflowed)]
-    assert names.tolist() == ["['w'][4]"]
-    for _ in range(2 * LOOK):  # until the host has heard of it
-        state, _ = scaler(state, params, X, one)
-        after = highest(scaler.plan)
-        if after != before:
-            break
-    assert {name for name in after if after[name] < before[name]} == {"layer[4]"}
+    assert names.tolist() == ["['w'][0]"]
+    found = []
+    for _ in range(4 * LOOK):  # the host sees it at a later look
+        state, out = scaler(state, params, X, one)
+        found.append(offset_of(scaler.plan, "layer[0]"))
+    assert min(found) < before
+    assert found[-1] > 5
+    assert state.loss_scale.skipped_steps == skipped + 1
+    true = true_grads(PARAMS)["w"][0]
+    np.testing.assert_allclose(out.grads["w"][0], true, atol=0.02 * np.abs(true).max())
 
 
-def highest(plan):
-    """The largest exponent that each part of the network allows."""
-    return {c.modules[0]: c.interval.high for c in plan.components if c.modules}
+def offset_of(plan, module):
+    """The offset of the component that holds a module."""
+    return next(
+        o for c, o in zip(plan.components, plan.offsets, strict=True) if module in c.modules
+    )
 
 
 @pytest.mark.filterwarnings("ignore:gradlift. the loss is inf or NaN")
@@ -354,7 +339,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
     scaler, state = shared()
     state, _ = run(scaler, state, 23)
     saved = scaler.to_dict(state)
-    assert saved["waiting"]  # a step the pilot has not heard of yet
+    assert saved["waiting"]  # a step that the policy has not seen yet
     assert json.dumps(json.loads(json.dumps(saved))) == json.dumps(saved)
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as saver:
         saver.save(tmp_path / "scaler", args=ocp.args.JsonSave(saved))
@@ -453,9 +438,9 @@ DAMAGED = {
     "steps that were not counted": (put(None, "steps"), r"\['steps'\]"),
     "seen before it was taken": (put(30, "seen"), r"\['seen'\]"),
     "looked before it was taken": (put(30, "looked"), r"\['looked'\]"),
-    "another graph": (put("other", "pilot", "graph", "cuts", 0, "name"), "cuts or parameters"),
+    "another graph": (put("other", "policy", "graph", "cuts", 0, "name"), "cuts or parameters"),
     "a plan beyond what is held": (
-        lambda saved: saved["pilot"]["plan"]["components"][2].update(exponent=20),
+        lambda saved: saved["policy"]["plan"]["components"][2].update(exponent=20),
         r"must be",
     ),
     "another version": (put(7, "version"), "7"),
@@ -528,9 +513,15 @@ def infinite(x):
 infinite.defjvp(lambda x, t: (x[0], t[0] * jnp.inf))
 
 
-@pytest.mark.parametrize("inside_jit", [False, True])
-def test_steps_that_are_all_skipped_are_told_once(inside_jit):
-    scaler = gl.adaptive(lambda w, x: jnp.sum(infinite(x @ w["a"])) + jnp.sum(w["b"]))
+@pytest.mark.parametrize(
+    ("dtype", "inside_jit"), [("float16", False), ("float16", True), ("float32", False)]
+)
+def test_steps_that_are_all_skipped_are_told_once(dtype, inside_jit):
+    def loss(w, x):
+        h = (x.astype(dtype) @ w["a"].astype(dtype)).astype(jnp.float32)
+        return jnp.sum(infinite(h)) + jnp.sum(w["b"])
+
+    scaler = gl.adaptive(loss)
     state = scaler.init(SMALL, X)
     step = jax.jit(scaler)
 
@@ -542,7 +533,7 @@ def test_steps_that_are_all_skipped_are_told_once(inside_jit):
                 state, _ = scaler(state, SMALL, X)
         return state
 
-    message = r"floor, 2\^-24\. .* in \['a'\]\. .*jax_debug_nans"
+    message = r"floor, 2\^-?\d+\. .* in \['a'\]\. .*jax_debug_nans"
     with pytest.warns(RuntimeWarning, match=message) as told:
         state = take(state)
     assert state.loss_scale.skipped_steps == 40
@@ -589,7 +580,7 @@ def test_without_a_cut_there_is_one_scale():
         assert out.finite
     assert len(scaler.plan.components) == 1
     last = records.read(np.asarray(state.records), 118)[0]
-    assert 4 < last.exponent + last.amax <= 15
+    assert 4 < last.exponent + last.largest <= 15
 
 
 def test_two_devices_in_shard_map_decide_together():

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from scaler_parts import pilot_of
+from scaler_parts import policy_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
@@ -106,16 +106,24 @@ def damage(own, where, value):
 @pytest.mark.parametrize(
     ("where", "value", "words"),
     [
-        (("version",), 3, r"\['version'\] must be 2, got 3"),
-        (("pilot", "offsets", "0"), 121, r"\['pilot'\]\['offsets'\]\['0'\] must be a whole number"),
+        (("version",), 4, r"\['version'\] must be 3, got 4"),
+        (
+            ("policy", "offsets", "offsets", "0"),
+            241,
+            r"\['policy'\]\['offsets'\]\['offsets'\]\['0'\] must be a whole number",
+        ),
         (("pending", 0, "record", "exponent"), float("nan"), r"\['exponent'\] must be .* got nan"),
         (("pending", 0, "record", "step"), 99, r"\['pending'\] must be of steps in order before"),
         (("pins",), {"nope": 1}, r"\['pins'\] must be modules of this model: .*'nope'"),
         (("step",), "4", r"\['step'\] must be a whole number from 0 .* got '4'"),
         (("probing",), 1, r"\['probing'\] must be True or False, got 1"),
-        (("pilot", "next_probe"), -1, r"\['next_probe'\] must be a whole number"),
-        (("pilot", "graph"), None, r"\['pilot'\]\['plan'\] must be there with the graph"),
-        (("pilot", "owners", "0.weight"), 77, r"\['owners'\]\['0.weight'\] must be one of"),
+        (("policy", "schedule", "next_probe"), -1, r"\['next_probe'\] must be a whole number"),
+        (("policy", "graph"), None, r"\['policy'\]\['plan'\] must be a plan of 0 components"),
+        (
+            ("policy", "component_of_parameter", "0.weight"),
+            77,
+            r"\['component_of_parameter'\]\['0.weight'\] must be one of",
+        ),
         (("model", "modules"), "zz", r"\['model'\]\['modules'\] must be 32 hexadecimal digits"),
     ],
 )
@@ -144,7 +152,28 @@ def test_what_is_no_json_is_refused(text):
 def test_a_shorter_interval_brings_the_next_probe_nearer():
     state = trained(network(), 12, interval=500).state_dict()
     own = json.loads(state[KEY])
-    own["pilot"]["next_probe"] = 10**6
+    own["policy"]["schedule"]["next_probe"] = 10**6
     scaler = AdaptiveGradScaler(network(), "cpu", interval=5)
     scaler.load_state_dict({**state, KEY: json.dumps(own)})
-    assert pilot_of(scaler).schedule.next_probe == 12 + 5
+    assert policy_of(scaler).schedule.next_probe == 12 + 5
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_of_an_older_version_the_scale_is_kept_and_the_plan_found_again(version):
+    saved = trained(network(), 12)
+    older = {"version": version, "step": 12, "pilot": {"offsets": {"0": 3}}}
+    scaler = AdaptiveGradScaler(model := network(), "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.load_state_dict({**saved.state_dict(), KEY: json.dumps(older)})
+    assert scaler.get_scale() == saved.get_scale()
+    assert scaler.plan is None
+    assert scaler.probing
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.plan is not None
+    assert scaler.skipped_steps == 0

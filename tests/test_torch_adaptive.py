@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from cuts_harness import only_looks
-from scaler_parts import controller_of, engine_of, pilot_of
+from scaler_parts import controller_of, engine_of, policy_of
 from torch import nn
 
 from gradlift import Predictive
-from gradlift.plan import pilot
+from gradlift.plan import adaptive_policy
 from gradlift.policy import BACKOFF
 from gradlift.torch import AdaptiveGradScaler, GradScaler
 from gradlift.torch.adaptive_scaler import DELAY, STATE_KEY
@@ -160,13 +160,13 @@ def test_every_way_to_step_tells_the_largest_gradient(unscale, max_norm, kind, f
     scaler = AdaptiveGradScaler(model, "cpu")
     optimizer = kind(model.parameters(), lr=0.0, fused=fused)
     records = []
-    saw = pilot_of(scaler).saw
+    observe = policy_of(scaler).observe
 
     def listen(record, *args, **kwargs):
         records.append(record)
-        return saw(record, *args, **kwargs)
+        return observe(record, *args, **kwargs)
 
-    pilot_of(scaler).saw = listen
+    policy_of(scaler).observe = listen
     for _ in range(5):
         optimizer.zero_grad()
         scaler.scale(loss_of(model)).backward()
@@ -175,7 +175,7 @@ def test_every_way_to_step_tells_the_largest_gradient(unscale, max_norm, kind, f
             scaler.unscale_(optimizer)
         scaler.step(optimizer, max_norm=max_norm)
         scaler.update()
-    assert [record.amax for record in records] == [math.frexp(largest)[1] - 1] * 3
+    assert [record.largest for record in records] == [math.frexp(largest)[1] - 1] * 3
     scaler.close()
 
 
@@ -358,7 +358,7 @@ def test_its_state_loads_in_torchs_scaler_and_the_other_way_round():
 
 @pytest.mark.parametrize("used", [False, True])
 def test_torchs_state_gives_it_the_scale_alone(used):
-    """Growth and back-off are the pilot's; records under way were of another scale."""
+    """Growth and back-off are the policy's; records under way were of another scale."""
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     run = Run(tanh_net(4), lr=0.0).steps(6 if used else 0)
     policy = run.scaler.policy
@@ -406,7 +406,7 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
     plain = GradScaler("cpu")
     plain.load_state_dict(run.scaler.state_dict())
     assert plain.policy.growth_interval == 2000
-    predicts = not options
+    predicts = "rule" not in options
     bits, rise = (BACKOFF, 4) if predicts else (1, 1)
     for scaler in (run.scaler, pickle.loads(pickle.dumps(run.scaler))):
         twin = Run(engine_of(scaler).model, scaler, lr=0.0, loss=run.loss).steps(3)
@@ -429,7 +429,7 @@ def test_closed_it_is_a_plain_scaler_and_stays_one(options):
         assert not engine_of(scaler).watch.hook
     other.load_state_dict(run.scaler.state_dict())
     assert isinstance(other.policy, Predictive) == predicts
-    assert predicts or other.policy.backoff_factor == 2.0**-pilot.BACKOFF
+    assert predicts or other.policy.backoff_factor == 2.0**-adaptive_policy.BACKOFF
     assert other.probing
     other.close()
 
@@ -443,8 +443,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         {**good, STATE_KEY: good[STATE_KEY][:-9]},
         {**good, STATE_KEY: json.dumps({**own, "version": 99})},
         {**good, STATE_KEY: own},
-        {**good, STATE_KEY: json.dumps({**own, "pilot": {}}), "scale": 1.0},
-        {**good, STATE_KEY: json.dumps({"version": 2})},
+        {**good, STATE_KEY: json.dumps({**own, "policy": {}}), "scale": 1.0},
+        {**good, STATE_KEY: json.dumps({"version": 3})},
         {**good, STATE_KEY: json.dumps({**own, "pins": {"nobody": 1}}), "scale": 1.0},
         {**good, STATE_KEY: json.dumps({**own, "pins": {"2": 1}}), "scale": "adaptive"},
     ):
@@ -582,16 +582,19 @@ def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay
     first = run.scaler.plan
     assert first is not None
     run.steps(11)
-    assert not pilot_of(run.scaler).searching
+    assert not policy_of(run.scaler).needs_more_probes
     assert len(controller_of(run.scaler).pending) == DELAY
-    louder = run.loss
-    run.loss = lambda model: louder(model) * 2.0**-4
+
+    def seen():
+        return policy_of(run.scaler).to_dict()["evidence"]["probed_largest"]
+
+    quieter, known = run.loss, seen()
+    run.loss = lambda model: quieter(model) * 2.0
     engine_of(run.scaler).probe()
-    known = pilot_of(run.scaler).to_dict()["history"][-1]
     run.steps(DELAY)
-    assert pilot_of(run.scaler).to_dict()["history"][-1] == known
+    assert seen() == known
     run.steps(1)
-    assert pilot_of(run.scaler).to_dict()["history"][-1] == known - 4
+    assert seen() == known + 1
     run.scaler.close()
 
 

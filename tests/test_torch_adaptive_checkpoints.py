@@ -50,7 +50,7 @@ def test_two_ranks_go_on_as_if_there_had_been_no_checkpoint(ranks, case):
         whole, saved = rank[case]["steps"], rank[case]["saved"]
         assert saved.keys() >= {"early", "overflow", "quiet"}
         assert rank[case]["skipped"] == 1
-        assert whole[-1][0]["gradlift_adaptive"]["pilot"]["plan"]["active"]
+        assert whole[-1][0]["gradlift_adaptive"]["policy"]["plan"]["active"]
         for when, step in saved.items():
             run = rank[case]["resumed"][step]
             assert run["loaded"] == whole[step][0], when
@@ -107,7 +107,7 @@ def test_a_group_of_one_goes_on_with_the_probe_that_was_under_way():
         probed = [
             step
             for step, (seen, _) in enumerate(steps[: -checkpoints.AFTER])
-            if any(pending["survey"] for pending in seen["gradlift_adaptive"]["pending"])
+            if any(pending["result"] for pending in seen["gradlift_adaptive"]["pending"])
         ]
         assert len(probed) >= 2
         for step in probed:

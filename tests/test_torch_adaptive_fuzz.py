@@ -1,4 +1,4 @@
-"""Whole runs with a pilot that steers at random: every step's gradients are still the true ones.
+"""Whole runs with a policy that decides at random: every step's gradients are still the true ones.
 
 The engine's own fuzzers arm one graph at a time. Here plans, scales and probes change between
 steps, micro-batches differ in their graphs, losses are scaled and dropped, forwards fail, several
@@ -11,38 +11,38 @@ from collections import Counter
 
 import pytest
 import torch
-from scaler_parts import controller_of, engine_of, pilot_of
+from scaler_parts import controller_of, engine_of, policy_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
 
 
 class Chaos:
-    """Takes a pilot's place: offsets, shifts and probes are drawn by lot."""
+    """Takes a policy's place: offsets, shifts and probes are drawn by lot."""
 
-    def __init__(self, pilot, numbers):
-        self.pilot, self.numbers = pilot, numbers
+    def __init__(self, policy, numbers):
+        self.policy, self.numbers = policy, numbers
         self.exponent = 0
 
     def __getattr__(self, name):
-        return getattr(self.pilot, name)
+        return getattr(self.policy, name)
 
     def __setattr__(self, name, value):
-        if name in ("pilot", "numbers", "exponent"):
+        if name in ("policy", "numbers", "exponent"):
             self.__dict__[name] = value
         else:
-            setattr(self.pilot, name, value)
+            setattr(self.policy, name, value)
 
-    searching = False
+    needs_more_probes = False
 
-    def saw(self, record, now, survey=None, **_):
+    def observe(self, record, now, result=None, overflowed=()):
         draw = self.numbers
-        self.pilot.schedule.next_probe = now + draw.randint(1, 4)
-        if survey is not None:
-            for index, part in enumerate(survey.graph.components):
-                free = index != survey.graph.loss and part.pinned is None
+        self.policy.schedule.next_probe = now + draw.randint(1, 4)
+        if result is not None:
+            for index, part in enumerate(result.graph.components):
+                free = index != result.graph.loss and part.pinned is None
                 offset = draw.randint(-9, 9) if free else 0
-                self.pilot._offsets.current |= dict.fromkeys(part.modules, offset)
+                self.policy._offsets.current |= dict.fromkeys(part.modules, offset)
         shift = draw.randint(max(-2, -self.exponent), 2) if self.exponent < 12 else -2
         self.exponent += shift
         return shift
@@ -131,7 +131,7 @@ def run(seed, steps, tally):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = AdaptiveGradScaler(model, "cpu")
-    controller_of(scaler).pilot = Chaos(pilot_of(scaler), draw)
+    controller_of(scaler).policy = Chaos(policy_of(scaler), draw)
     for _ in range(steps):
         optimizer.zero_grad()
         model.middle = None

@@ -53,7 +53,7 @@ def test_a_loss_without_any_modules_output_is_told_of_once(model, forward, reaso
         found = probe(engine, losses[0])
     assert reason in str(told[0].message)
     assert engine.probes.blind == engine.neutral == reason
-    assert not any(found.survey(10).histograms)
+    assert not found.result(10).tensors
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         probe(engine, losses[1])
@@ -99,7 +99,7 @@ def test_a_forward_that_was_compiled_by_hand_is_looked_into(model):
     engine = Engine(model)
     engine.probe()
     plain(engine, model(X).pow(2).mean(), SCALE)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     assert {key for c in graph.components for key in c.modules} >= {"0", "1", "2"}
     engine.close()
     assert hasattr(model.__dict__["forward"], "_torchdynamo_orig_callable")

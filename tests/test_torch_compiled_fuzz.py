@@ -43,7 +43,7 @@ def check(seed, tally):
     engine = Engine(call)
     engine.probe()
     grads(call, model, x, backward, engine)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     engine.follow(random_offsets(graph, seed))
     neutral = grads(call, model, x, backward, engine)
     assert not engine.active

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scaler_parts import pilot_of
+from scaler_parts import policy_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -122,7 +122,7 @@ def test_a_float16_tensor_that_crosses_a_graph_break_is_planned_at_the_loss_scal
     check_settles(torch.compile(Growing(breaks=True), backend=BACKEND), most=5).close()
     scaler = check_settles(torch.compile(Shrinking(breaks=True), backend=BACKEND), most=0)
     assert scaler.plan.active, "and what lies beyond it still has exponents of its own"
-    offsets = pilot_of(scaler).offsets
+    offsets = policy_of(scaler).offsets
     assert offsets["c"] == 0
     # By magnitude the loss scale serves d as well.
     assert all(offsets[name] for name in "ab")
@@ -212,7 +212,7 @@ def test_calls_that_a_compiled_graph_cannot_tell_apart_run_neutral(kind, name):
     engine = Engine(call)
     engine.probe()
     run(call, model, engine)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     keys = [key for component in graph.components for key in component.modules]
     offsets = dict.fromkeys(keys, 0)
     engine.follow({**offsets, name: 10, f"{name}@2": 10})
@@ -225,7 +225,7 @@ def test_calls_that_a_compiled_graph_cannot_tell_apart_run_neutral(kind, name):
     engine.probe()
     run(call, model, engine)
     held = {
-        m for c in engine.take().survey(10).graph.components if c.pinned == 0 for m in c.modules
+        m for c in engine.take().result(10).graph.components if c.pinned == 0 for m in c.modules
     }
     assert name in held, "no plan may count on it"
     engine.close()
@@ -249,7 +249,7 @@ def test_one_graph_that_calls_a_module_less_often_follows_the_plan():
     engine = Engine(call)
     engine.probe()
     run(call, model, engine)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     offsets = dict.fromkeys((key for c in graph.components for key in c.modules), 0)
     model.layers = 2
     engine.follow({**offsets, "act": 3, "act@2": 5, "act@3": 7})
@@ -362,7 +362,7 @@ def test_an_output_that_no_loss_uses_does_not_make_the_graph_neutral():
 
     engine.probe()
     run_one()
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     assert {key for c in graph.components for key in c.modules} == {"", "a", "b"}
     engine.follow({"": 1, "b": 2, "a": -11})
     neutral = run_one()

@@ -35,8 +35,8 @@ def test_a_probe_of_a_compiled_model_sees_what_an_eager_one_sees():
     model = build(Mlp)
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
     watched, plain = Engine(compiled), Engine(copy.deepcopy(model))
-    found = probed(watched, compiled, model).survey(10)
-    expected = probed(plain, plain.model, plain.model).survey(10)
+    found = probed(watched, compiled, model).result(10)
+    expected = probed(plain, plain.model, plain.model).result(10)
     assert found == expected
     assert graphs() == 0
     watched.close()
@@ -247,8 +247,9 @@ def test_a_run_goes_on_from_a_checkpoint():
     torch._dynamo.reset()
     second = Run(model)
     second.scaler.load_state_dict(saved)
-    second.steps(8)
     assert second.scaler.plan == first.scaler.plan
+    second.steps(8)
+    assert second.scaler.plan.offsets == first.scaler.plan.offsets
     assert second.neutral[-1] is None
     assert lost(model) < 0.02
     second.scaler.close()

@@ -147,12 +147,12 @@ def check_weights(run):
     """What a step tells, with offsets as a plan would have set them."""
     run.settled()
     controller = controller_of(run.scaler)
-    controller.pilot.schedule.next_probe = 10**6
+    controller.policy.schedule.next_probe = 10**6
     told = []
     for offsets in ({}, {"linear.weight": 40}):
         controller.largest.offsets = offsets
         run.step()
-        told.append(controller.pending[-1].record().amax)
+        told.append(controller.pending[-1].record().largest)
     before, raised = told
     named = dict(run.model.named_parameters())
     loss = run.model(run.x).pow(2).mean() * 2.0**8

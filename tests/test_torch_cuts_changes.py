@@ -91,7 +91,7 @@ def test_an_unplanned_graph_is_neutral_and_asks_for_a_probe():
     assert "not the planned one: 'right' was not there" in str(engine.neutral)
     engine.probe()
     run(model, step, engine)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     assert not engine.unplanned
     engine.follow(random_offsets(graph, 1))
     run(model, step, engine)

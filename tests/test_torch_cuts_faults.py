@@ -63,7 +63,7 @@ def planned(model, step=loss_of, seed=0):
     engine = watched(model)
     engine.probe()
     plain(engine, step(model), SCALE)
-    survey = engine.take().survey(10)
+    survey = engine.take().result(10)
     engine.follow(random_offsets(survey.graph, seed))
     return engine
 
@@ -336,7 +336,7 @@ def test_ops_that_are_not_linear_in_floating_point_are_held(op):
     survey = watched(model)
     survey.probe()
     plain(survey, loss_of(model), SCALE)
-    graph_of = survey.take().survey(10).graph
+    graph_of = survey.take().result(10).graph
     where = [c for c in graph_of.components if "b" in c.modules]
     downstream = [c for c in graph_of.components if "c" in c.modules]
     assert downstream[0].pinned == 0 or graph_of.loss == graph_of.components.index(downstream[0])

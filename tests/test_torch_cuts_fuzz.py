@@ -154,7 +154,7 @@ def check(seed, tally):
     engine = Engine(model)
     engine.probe()
     same(run(model, step, engine, backward=backward)[0], expected)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     # All outputs are looked at, or, faster, those with active cuts alone.
     for active in (None, ()):
         engine.follow(random_offsets(graph, seed), active)

@@ -221,7 +221,7 @@ def check(seed, tally):
     engine = Engine(model, linear=[Doubled])
     engine.probe()
     same(go(engine)[0], expected)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     # Those with active cuts alone are looked at, or all outputs.
     engine.follow(random_offsets(graph, seed), ())
     same(go(engine)[0], expected)

@@ -682,7 +682,7 @@ def test_modules_added_later_are_seen_at_the_next_probe(model):
     model.b = nn.Sequential(model.b, nn.Linear(4, 4))
     watched.probe()
     scale(loss_of(model), watched).backward()
-    keys = {key for c in watched.take().survey(10).graph.components for key in c.modules}
+    keys = {key for c in watched.take().result(10).graph.components for key in c.modules}
     assert {"b", "b.0", "b.1"} <= keys
     watched.close()
 

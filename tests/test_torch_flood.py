@@ -58,7 +58,7 @@ def following(model, offsets=None, step=loss_of):
     engine.probe()
     model.zero_grad()
     plain(engine, step(model), SCALE)
-    found = engine.take().survey(10).graph
+    found = engine.take().result(10).graph
     engine.follow(OFFSETS if offsets is None else offsets(found), ())
     model.zero_grad()
     return engine
@@ -128,7 +128,7 @@ def test_both_walks_agree_on_random_graphs(block, both_walks):
         try:
             engine.probe()
             run(model, step, engine, backward=backward)
-            offsets = random_offsets(engine.take().survey(10).graph, seed)
+            offsets = random_offsets(engine.take().result(10).graph, seed)
         except RuntimeError:
             engine.close()
             continue

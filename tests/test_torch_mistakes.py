@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from scaler_parts import agreement_of, engine_of, pilot_of
+from scaler_parts import agreement_of, engine_of, policy_of
 from torch import nn
 
 from gradlift import Dynamic, Static
 from gradlift.formats import FORMATS
-from gradlift.plan.pilot import Pilot
 from gradlift.torch import (
     AdaptiveGradScaler,
     CapturedStep,
@@ -59,7 +58,7 @@ def test_settings(settings, said):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_may_be_a_dtype(name):
     scaler = adaptive(format=getattr(torch, name))
-    assert pilot_of(scaler).format is FORMATS[name]
+    assert policy_of(scaler).format is FORMATS[name]
     state, twin = scaler.state_dict(), adaptive(format=name)
     twin.load_state_dict(state)
     assert twin.state_dict() == state
@@ -278,9 +277,3 @@ def test_a_state_of_another_format():
     with pytest.raises(ValueError, match=r"saved with format='float16'.*has format='float8_e5m2'"):
         other.load_state_dict(saved)
     assert other.plan is None
-
-
-def test_a_state_from_before_its_format_was_kept():
-    saved = Pilot("float16", 1e-3, 3).to_dict()
-    del saved["format"]
-    Pilot("float8_e5m2", 1e-3, 3).load(saved)

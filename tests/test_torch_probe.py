@@ -10,7 +10,10 @@ from cuts_harness import SCALE, plain, probe_of, random_offsets, run, same, surv
 from torch import nn
 
 from gradlift.plan import choose
+from gradlift.plan.adaptive_policy import overflowed_first
+from gradlift.plan.evidence import Evidence
 from gradlift.plan.histogram import BINS
+from gradlift.plan.observations import Record
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.probe import counting
 from gradlift.torch.probe.counting import count_in_plain_torch
@@ -117,27 +120,32 @@ def squared(x):
 def test_a_chain_becomes_components_cuts_and_histograms():
     model = mlp(4, 6, 2)
     probe = probe_of(model, squared(torch.randn(5, 4)))
-    survey = probe.survey(10)
-    modules = [set(component.modules) for component in survey.graph.components]
+    result = probe.result(10)
+    modules = [set(component.modules) for component in result.graph.components]
     assert modules == [set(), {"2", ""}, {"1"}, {"0"}]
-    assert survey.graph.loss == 0
-    assert {(cut.name, cut.downstream, cut.upstream) for cut in survey.graph.cuts} == {
+    assert result.graph.loss == 0
+    assert {(cut.name, cut.downstream, cut.upstream) for cut in result.graph.cuts} == {
         ("2", 0, 1), ("1", 1, 2), ("0", 2, 3)
     }  # fmt: skip
-    assert all(component.format == "float32" for component in survey.graph.components)
+    assert all(component.format == "float32" for component in result.graph.components)
     assert set(probe.tensors(10)) == {"0", "1", "2", *(n for n, _ in model.named_parameters())}
-    # Nothing is stored in a narrow format, so nothing asks to be kept; it bounds from above alone.
-    assert all(histogram.counts == () for histogram in survey.histograms)
-    assert all(histogram.peak is not None for histogram in survey.histograms)
+    # Nothing is stored in a narrow format, so the parameters' gradients can lose nothing.
+    assert {t.name for t in result.tensors} == {"0", "1", "2"}
+    assert {t.format for t in result.tensors} == {"float32"}
 
 
 def test_a_gradient_in_half_precision_counts_for_both_sides_of_its_cut():
     model, x = mlp(4, 6, 2), torch.randn(5, 4)
-    survey = probe_of(model, lambda m: in_half(m, x).pow(2).mean()).survey(10)
-    modules = [set(component.modules) for component in survey.graph.components]
+    result = probe_of(model, lambda m: in_half(m, x).pow(2).mean()).result(10)
+    modules = [set(component.modules) for component in result.graph.components]
     assert modules == [set(), {"2", ""}, {"1"}, {"0"}]
-    elements = [histogram.nonzero + histogram.zeros for histogram in survey.histograms]
-    assert elements == [10, 10 + 30, 30 + 30, 30]
+    at_cuts = {t.name: t for t in result.tensors if len(t.components) == 2}
+    assert {name: t.components for name, t in at_cuts.items()} == {
+        "2": (0, 1), "1": (1, 2), "0": (2, 3)
+    }  # fmt: skip
+    elements = {n: t.histogram.nonzero + t.histogram.zeros for n, t in at_cuts.items()}
+    assert elements == {"2": 10, "1": 30, "0": 30}
+    assert {t.format for t in at_cuts.values()} == {"float16"}
 
 
 def test_histograms_are_those_of_the_true_gradient_at_any_exponent():
@@ -145,7 +153,7 @@ def test_histograms_are_those_of_the_true_gradient_at_any_exponent():
     reference = probe_of(model, step)
     expected, before = run(model, step, None, 1.0)
     engine = Engine(model)
-    engine.follow(random_offsets(reference.survey(10).graph, 1))
+    engine.follow(random_offsets(reference.result(10).graph, 1))
     engine.probe()
     found, _ = run(model, step, engine)
     same(found, expected)
@@ -159,24 +167,47 @@ def test_histograms_are_those_of_the_true_gradient_at_any_exponent():
             bins = plain_bins(grad.flatten().tolist())
             counts = tuple((n - 127, c) for n, c in enumerate(bins) if c and 0 < n < 255)
             assert tensors[key].counts == counts
-    assert probe.survey(10).graph == reference.survey(10).graph
+    assert probe.result(10).graph == reference.result(10).graph
     engine.close()
+
+
+def planned(result, probes=4):
+    """The plan after some probes that all show the same gradients."""
+    evidence = Evidence(tolerance=1e-3, headroom=3)
+    owners = result.component_of_parameter
+    peaks = [t.histogram.peak for t in result.tensors if t.name in owners]
+    record = Record(0, 0, max(peak for peak in peaks if peak is not None), overflow=False)
+    for _ in range(probes):
+        evidence.add(record)
+        evidence.add_probe(record, result)
+    zero = [0] * len(result.graph.components)
+    return choose(result.graph, evidence, offsets=zero, tensors=result.tensors)
+
+
+def peaks_of(result):
+    """The largest gradient of each component that its exponent must leave room for, by key."""
+    return {
+        key: max(
+            (
+                t.histogram.peak
+                for t in result.tensors
+                if number in t.components and t.format != "float32"
+            ),
+            default=None,
+        )
+        for number, component in enumerate(result.graph.components)
+        for key in component.modules
+    }
 
 
 def test_parameter_gradients_bound_their_component():
     """They sum over the batch and can be far larger than what they are made of."""
     model, x = mlp(4, 6, 2), torch.ones(4096, 4)
-    survey = probe_of(model, lambda m: in_half(m, x).sum(), scale=1.0).survey(0)
-    first = next(
-        h for c, h in zip(survey.graph.components, survey.histograms, strict=True)
-        if "0" in c.modules
-    )  # fmt: skip
+    result = probe_of(model, lambda m: in_half(m, x).sum(), scale=1.0).result(0)
     amax = model[0].weight.grad.abs().max().item()
-    assert first.parameters == math.frexp(amax)[1] - 1
-    assert first.peak == first.parameters
-    assert first.parameters >= first.counts[-1][0] + 8
-    plan = choose(survey.graph, survey.histograms, format="float16")
-    exponent = plan.components[3].exponent
+    (at_cut,) = (t for t in result.tensors if t.name == "0")
+    assert peaks_of(result)["0"] == math.frexp(amax)[1] - 1 >= at_cut.histogram.peak + 8
+    exponent = planned(result).components[3].exponent
     assert amax * 2.0**exponent < 65504
 
 
@@ -196,13 +227,11 @@ def test_what_is_computed_in_float32_does_not_bound_its_component():
     x = torch.randn(4096, 4)
     probe = probe_of(model, lambda m: in_half(m, x).sum(), scale=1.0)
     assert probe.wide == {"1.weight", "1.bias"}
-    survey = probe.survey(0)
-    of = {key: h for c, h in zip(survey.graph.components, survey.histograms, strict=True)
-          for key in c.modules}  # fmt: skip
-    assert probe.tensors(0)["1.bias"].peak > of["1"].counts[-1][0] + 6
-    assert of["1"].parameters is None
-    assert of["0"].parameters is not None
-    assert of["2"].parameters is not None
+    result = probe.result(0)
+    assert probe.tensors(0)["1.bias"].peak > peaks_of(result)["1"] + 6
+    named = {tensor.name for tensor in result.tensors}
+    assert named >= {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert not named & {"1.weight", "1.bias"}
 
 
 class Wide(nn.Linear):
@@ -211,19 +240,14 @@ class Wide(nn.Linear):
             return super().forward(input.float())
 
 
-def test_in_a_component_of_float32_alone_parameters_bound_it_too():
-    """There is room, but not without end."""
+def test_a_component_of_float32_alone_needs_nothing():
     model = nn.Sequential(nn.Linear(4, 8), Wide(8, 8), Wide(8, 8), nn.Linear(8, 1))
     probe = probe_of(model, lambda m: in_half(m, torch.randn(64, 4)).sum(), scale=1.0)
     assert {"1.weight", "2.weight"} <= probe.wide
-    survey = probe.survey(0)
-    of = {key: (c.format, h) for c, h in zip(survey.graph.components, survey.histograms,
-          strict=True) for key in c.modules}  # fmt: skip
-    assert of["2"][0] == "float32"
-    peaks = [probe.tensors(0)[name].peak for name in ("2.weight", "2.bias")]
-    assert of["2"][1].parameters == max(peaks)
-    assert of["1"][0] is None
-    assert of["1"][1].parameters is None
+    result = probe.result(0)
+    formats = {key: c.format for c in result.graph.components for key in c.modules}
+    assert (formats["2"], formats["1"]) == ("float32", "float16")
+    assert peaks_of(result)["2"] is None
 
 
 def test_a_weight_used_in_both_precisions_counts_as_one_in_half():
@@ -241,7 +265,7 @@ def test_a_weight_used_in_both_precisions_counts_as_one_in_half():
     twin = nn.Sequential(Both(), nn.LayerNorm(4))
     probe = probe_of(twin, lambda m: m(torch.ones(3, 4)).pow(2).sum())
     assert probe.wide == {"1.weight", "1.bias"}
-    assert survey_of(mlp(4, 6, 2), squared(torch.randn(3, 4))).owners, "and in float32 none is"
+    # Where all are computed in float32, none is wider than the others.
     assert probe_of(mlp(4, 6, 2), squared(torch.randn(3, 4))).wide == set()
 
 
@@ -288,7 +312,7 @@ def test_graphs_of_one_probe_are_joined_by_their_keys():
 
     expected, _ = run(model, step, None, 1.0, backward=by_turns)
     run(model, step, engine, backward=by_turns)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     keys = [set(c.modules) for c in graph.components]
     assert {"a"} in keys
     assert any({"b"} <= names for names in keys)
@@ -299,19 +323,19 @@ def test_graphs_of_one_probe_are_joined_by_their_keys():
     engine.close()
 
 
-def test_float16_gradients_are_seen_through_float16s_window():
+def test_zeros_of_a_float16_gradient_may_be_flushed_values():
     model, x = mlp(4, 6, 2), torch.randn(5, 4)
 
-    def step(m):
-        with torch.autocast("cpu", torch.float16):
-            return m(x).float().pow(2).mean()
+    def in_half_small(m):
+        return in_half(m, x).pow(2).mean() * 2.0**-26
 
-    probe = probe_of(model, step)
-    survey = probe.survey(10)
-    component = next(c for c in survey.graph.components if "0" in c.modules)
-    assert component.format is None, "the plan's own format"
-    histogram = probe.tensors(10)["1"]
-    assert (histogram.floor, histogram.ceiling) == (-24 - 10, 15 - 10)
+    probe = probe_of(model, in_half_small)
+    component = next(c for c in probe.result(10).graph.components if "0" in c.modules)
+    assert component.format == "float16"
+    flushed = probe.tensors(10)["1"]
+    assert flushed.hidden == min(flushed.zeros, flushed.nonzero) > 0
+    wide = probe_of(model, lambda m: m(x).pow(2).mean() * 2.0**-26).tensors(10)["1"]
+    assert (wide.zeros, wide.hidden) == (0, 0)
 
 
 def test_float16_between_the_ops_of_a_component_counts():
@@ -328,7 +352,7 @@ def test_float16_between_the_ops_of_a_component_counts():
 
     x = torch.randn(3, 4)
     components = survey_of(Inside(), squared(x)).graph.components
-    assert [c.format for c in components if "" in c.modules] == [None]
+    assert [c.format for c in components if "" in c.modules] == ["float16"]
     assert [c.format for c in components if "a" in c.modules] == ["float32"]
 
 
@@ -336,16 +360,17 @@ def test_an_input_that_needs_a_gradient_is_measured_too():
     model, x = mlp(4, 6, 2), torch.randn(5, 4, requires_grad=True)
     probe = probe_of(model, squared(x))
     assert sum(key.startswith("leaf ") for key in probe.tensors(10)) == 1
-    assert set(probe.survey(10).owners) >= {name for name, _ in model.named_parameters()}
+    assert set(probe.result(10).component_of_parameter) >= {
+        name for name, _ in model.named_parameters()
+    }
 
 
 def test_an_infinite_gradient_is_counted_and_nothing_breaks():
     model, x = mlp(4, 6, 2), torch.randn(5, 4)
     x[0, 0] = math.nan
     probe = probe_of(model, lambda m: m(x).pow(2).mean())
-    survey = probe.survey(10)
     assert probe.tensors(10)["2"].nonfinite > 0
-    assert choose(survey.graph, survey.histograms, format="float16").probe_again
+    assert overflowed_first(probe.result(10)) == [0], "what the loss itself brings in"
 
 
 def test_held_components_are_pinned_to_the_loss_in_the_planners_graph():
@@ -400,36 +425,30 @@ def test_the_gradient_of_a_float32_loss_bounds_nothing():
     x, y = torch.randn(64, 8), torch.randint(16, (64,))
     probe = probe_of(Judged(), lambda m: m(x, y))
     assert probe.tensors(10)[""].peak == 0
-    survey = probe.survey(10)
-    (judged,) = (
-        histogram
-        for component, histogram in zip(survey.graph.components, survey.histograms, strict=True)
-        if "" in component.modules
-    )
     # The largest gradient of a logit is one row's share, 1/64.
-    assert judged.peak < -5
-    assert choose(survey.graph, survey.histograms).global_exponent > 12
+    assert peaks_of(probe.result(10))[""] < -5
 
 
-class Scaled(nn.Module):
-    """Its parameter is multiplied in float32; what comes in from behind is the only float16."""
+class Attention(nn.Module):
+    """Query, key and value come out of one layer."""
 
-    def __init__(self, width):
+    def __init__(self, width=8):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, input):
-        return (input * self.weight).half()
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).transpose(1, 3).unbind(2)
+        return self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
-def test_what_only_enters_a_component_in_float16_asks_for_nothing_there():
-    model, x = nn.Sequential(Scaled(4), nn.Linear(4, 2)), torch.randn(8, 4)
-    survey = probe_of(model, lambda m: in_half(m, x).sum() * 2.0**-30, scale=1.0).survey(0)
-    of = {key: h for c, h in zip(survey.graph.components, survey.histograms, strict=True)
-          for key in c.modules}  # fmt: skip
-    assert of["1"].dark, "stored there, and flushed"
-    assert (of["0"].dark, of["0"].nonzero) == (0, 0)
-    survey = probe_of(model, lambda m: in_half(m, x).sum() * 2.0**-20, scale=1.0).survey(0)
-    plan = choose(survey.graph, survey.histograms, format="float16")
-    lows = {c.modules: c.interval.low for c in plan.components}
-    assert lows["0",] == -24 < lows["1", ""]
+def test_query_key_and_value_are_separate_tensors():
+    model, x = nn.ModuleDict({"attn": Attention()}), torch.randn(2, 5, 8)
+    probe = probe_of(model, lambda m: in_half(m["attn"], x).pow(2).mean())
+    tensors = {tensor.name: tensor for tensor in probe.result(10).tensors}
+    inner = [tensors[f"attn: {name}"] for name in ("query", "key", "value")]
+    assert [t.histogram.nonzero + t.histogram.zeros for t in inner] == [80, 80, 80]
+    assert len({t.components for t in inner}) == 1
+    assert tensors["attn.qkv"].histogram.nonzero + tensors["attn.qkv"].histogram.zeros == 240
+    assert not any(": " in name for name in probe.tensors(10)), "modules and parameters alone"

@@ -27,10 +27,7 @@ def test_what_is_known_of_a_part_is_known_of_the_whole():
     met = Components()
     first, second, bare = met.enter(["a"]), met.enter(["b"]), met.enter([])
     met.hold(second)
-    met.note_formats(first, {"float16"})
-    met.note_formats(second, {"float32"})
     assert met.held() == {met.roots[second]}
-    assert met.roots[bare] not in met.inside()
     met.enter(["a", "b"])
     assert met.held() == {met.roots[first]}
-    assert met.inside() == {met.roots[first]: {"float16", "float32"}}
+    assert met.roots[bare] not in met.held()

@@ -68,23 +68,22 @@ def test_packed_sums_tell_what_the_sum_of_all_rows_tells(half):
     whole = sum(counts_of(probe) for probe in probes)
     found = unpack(layouts[0], packed)
     for row, mine, all_of_it in zip(probes[0].rows, found, whole, strict=True):
-        if row.upstream is not None:
+        if row.upstream is not None or half:
             assert torch.equal(mine, all_of_it)
         else:
             assert mine[1:255].nonzero()[-1] == all_of_it[1:255].nonzero()[-1]
     shared, expected = probes[0], rank_probes(3, half)[0]
     shared.set_counts(found)
     expected.set_counts(whole)
-    assert shared.survey(10) == expected.survey(10)
-    per_cut = 42 if half else BINS
-    cuts = sum(row.upstream is not None for row in shared.rows)
-    leaves = len(shared.rows) - cuts
-    assert cuts == 4
-    assert packed.numel() == cuts * per_cut + leaves * 2
+    assert shared.result(10) == expected.result(10)
+    between = sum(row.upstream is not None for row in shared.rows)
+    leaves = len(shared.rows) - between
+    assert between == 4
+    assert packed.numel() == between * (42 if half else BINS) + leaves * (BINS if half else 2)
 
 
 def test_the_largest_exponent_survives_a_sum_over_many_ranks():
-    layout = Layout((Row("w", 0, 0, None, "float32"),), (((), True, ()),))
+    layout = Layout((Row("w", 0, 0, None, "float32"),), (((), True),), wide=("w",))
     numbers = random.Random(0)
     for _ in range(200):
         ranks = numbers.choice([1, 2, 64, 255])
@@ -114,10 +113,10 @@ def test_alike_parts_merge_to_what_a_sum_gives():
     whole = sum(counts_of(probe) for probe in probes)
     one = merged(part_of(layout, counts_of(probe)) for probe in probes)
     probes[0].set_counts(whole)
-    assert one.survey(10) == probes[0].survey(10)
+    assert one.result(10) == probes[0].result(10)
 
 
-def test_ranks_that_drop_different_layers_get_one_survey_for_all():
+def test_ranks_that_drop_different_layers_get_one_result_for_all():
     torch.manual_seed(0)
     model, x = Chain(), torch.randn(8, 4)
     drops = [(1,), (2,), (0, 3)]
@@ -125,15 +124,15 @@ def test_ranks_that_drop_different_layers_get_one_survey_for_all():
     layouts = [Layout.of(probe) for probe in probes]
     assert len({layout.digest() for layout in layouts}) == 3
     parts = [part_of(lay, counts_of(p)) for lay, p in zip(layouts, probes, strict=True)]
-    survey = merged(parts).survey(10)
-    assert survey == merged(parts).survey(10)
-    assert {key for c in survey.graph.components for key in c.modules} >= {
+    result = merged(parts).result(10)
+    assert result == merged(parts).result(10)
+    assert {key for c in result.graph.components for key in c.modules} >= {
         f"layers.{i}" for i in range(4)
     }
     offsets = {
-        key: 3 * n - 4 for n, c in enumerate(survey.graph.components) if n for key in c.modules
+        key: 3 * n - 4 for n, c in enumerate(result.graph.components) if n for key in c.modules
     }
-    offsets.update(dict.fromkeys(survey.graph.components[survey.graph.loss].modules, 0))
+    offsets.update(dict.fromkeys(result.graph.components[result.graph.loss].modules, 0))
     for without in [*drops, ()]:
         grads = []
         for plan in ({}, offsets):
@@ -155,25 +154,25 @@ def test_ranks_that_drop_different_layers_get_one_survey_for_all():
 def test_what_one_rank_joins_is_joined_for_all():
     a = Layout(
         (Row("a", 0, 0, 1, "float16"), Row("b", 0, 1, 2, "float16")),
-        (((), True, ()), (("a",), False, ()), (("b",), False, ())),
+        (((), True), (("a",), False), (("b",), False)),
     )
     joined = Layout(
         (Row("a", 0, 0, 1, "float16"), Row("b", 0, 1, 1, "float16")),
-        (((), True, ()), (("a", "b"), False, ())),
+        (((), True), (("a", "b"), False)),
     )
     row = (0, 120, 4), (1, 121, 4)
-    one = merged([(a, list(row)), (joined, list(row))]).survey(0)
+    one = merged([(a, list(row)), (joined, list(row))]).result(0)
     assert [set(c.modules) for c in one.graph.components] == [set(), {"a", "b"}]
-    held = replace(joined, components=(((), True, ()), (("a", "b"), True, ())))
-    one = merged([(a, list(row)), (held, list(row))]).survey(0)
+    held = replace(joined, components=(((), True), (("a", "b"), True)))
+    one = merged([(a, list(row)), (held, list(row))]).result(0)
     assert one.graph.components[1].pinned == 0
 
 
 def test_a_rank_that_saw_nothing_adds_nothing():
     probe = rank_probes(1, True)[0]
     full = part_of(Layout.of(probe), counts_of(probe))
-    empty = (Layout((), (((), False, ()),)), [])
-    assert merged([empty, full]).survey(10) == merged([full]).survey(10)
+    empty = (Layout((), (((), False),)), [])
+    assert merged([empty, full]).result(10) == merged([full]).result(10)
     assert merged([empty, empty]).empty
 
 
@@ -189,23 +188,21 @@ def test_what_is_left_to_divide_after_an_fsdp_sum(ranks, after):
     assert _divided_after(ranks) == math.ceil(post) == after
 
 
-def test_a_float16_reduction_bounds_the_global_exponent():
-    def high(reduction):
+def test_a_float16_reduction_bounds_the_loss_scale():
+    def limits(reduction):
         probe = rank_probes(1, True)[0]
         probe.reduction = reduction
-        survey = probe.survey(10)
-        loss = survey.histograms[survey.graph.loss]
-        return loss.peak
+        result = probe.result(10)
+        at_loss = [t for t in result.tensors if t.components == (result.graph.loss,)]
+        return {t.name: t.histogram.peak for t in at_loss if not t.is_kept}
 
-    alone, probe = high(Reduction()), rank_probes(1, True)[0]
-    largest = max(
-        int(counts[1:255].nonzero()[-1]) + 1 - 127 - 10
-        for row, counts in zip(probe.rows, counts_of(probe), strict=True)
-        if row.upstream is None
-    )
-    assert high(Reduction(True, 0)) == max(alone, largest)
-    assert high(Reduction(True, _bits(64))) == largest + 6
-    assert high(Reduction(False, 6)) == alone
+    probe = rank_probes(1, True)[0]
+    names = {row.key for row in probe.rows if row.upstream is None}
+    peaks = {name: h.peak for name, h in probe.tensors(10).items() if name in names}
+    assert len(peaks) == 8
+    assert limits(Reduction()) == limits(Reduction(False, 6)) == {}
+    assert limits(Reduction(True, 0)) == peaks
+    assert limits(Reduction(True, _bits(64))) == {name: peak + 6 for name, peak in peaks.items()}
 
 
 def test_what_wrappers_do_to_gradients():
@@ -223,7 +220,7 @@ def test_what_wrappers_do_to_gradients():
 
 
 def test_float16_leaves_keep_all_that_was_counted():
-    layout = Layout((Row("w", 0, 0, None, "float16"),), (((), True, ()),))
+    layout = Layout((Row("w", 0, 0, None, "float16"),), (((), True),))
     counts = torch.zeros(1, BINS, dtype=torch.int64)
     counts[0, [0, 103, 120, 142, 255]] = torch.tensor([3, 1, 7, 2, 5])
     assert torch.equal(unpack(layout, pack(layout, counts) * 2), counts * 2)
@@ -250,16 +247,16 @@ def test_statistics_of_ranks_whose_graphs_differ_are_those_of_all_data():
     model, xs = Chain(), torch.randn(2, 8, 4).unbind()
     parts, _ = layer_parts(model, xs)
     ((_, dropped), _) = layer_parts(model, xs, without=(2,))
-    found = {p.name: p for p in merged([parts[0], dropped], LayerProbe()).survey(10).cut_statistics}
+    found = {p.name: p for p in merged([parts[0], dropped], LayerProbe()).result(10).cut_statistics}
     assert found.keys() == {"layers.0", "layers.1", "layers.2", "layers.3"}
     # Of what one rank alone has, its own; of what both have, the mean over both.
     (alone,) = (
         p
-        for p in layer_parts(model, xs[:1])[1][0].survey(10).cut_statistics
+        for p in layer_parts(model, xs[:1])[1][0].result(10).cut_statistics
         if p.name == "layers.2"
     )
     assert found["layers.2"].gradient == alone.gradient
-    each = [merged([part], LayerProbe()).survey(10) for part in (parts[0], dropped)]
+    each = [merged([part], LayerProbe()).result(10) for part in (parts[0], dropped)]
     last = [next(p for p in one.cut_statistics if p.name == "layers.3").gradient for one in each]
     both = found["layers.3"].gradient
     assert both.square == pytest.approx((last[0].square + last[1].square) / 2, rel=1e-6)
@@ -277,8 +274,8 @@ def test_a_cut_that_ran_at_several_exponents_is_one_passage():
     offsets = {"": 0, **{f"layers.{n}": 6 - 2 * n for n in range(4)}}
     (moved,), _ = layer_parts(model, [x], offsets=offsets)
     assert moved.layout != plain.layout
-    expected = {p.name: p for p in probe.survey(10).cut_statistics}
-    found = merged([plain, moved], LayerProbe()).survey(10).cut_statistics
+    expected = {p.name: p for p in probe.result(10).cut_statistics}
+    found = merged([plain, moved], LayerProbe()).result(10).cut_statistics
     assert [p.name for p in found] == list(expected)
     for statistics in found:
         one = expected[statistics.name]
@@ -302,15 +299,15 @@ def test_a_loss_that_classifies_on_one_rank_does_so_for_all():
     (part,), _ = layer_parts(Chain(), [torch.randn(8, 4)])
     other = part._replace(layout=replace(part.layout, classifies=True))
     assert part.layout.digest() != other.layout.digest()
-    kinds = [p.classifies for p in merged([part, other], LayerProbe()).survey(10).cut_statistics]
+    kinds = [p.classifies for p in merged([part, other], LayerProbe()).result(10).cut_statistics]
     assert any(kinds)
-    assert not any(p.classifies for p in merged([part], LayerProbe()).survey(10).cut_statistics)
+    assert not any(p.classifies for p in merged([part], LayerProbe()).result(10).cut_statistics)
 
 
 @pytest.mark.parametrize("others", [(False, False), (True, False), (False, True)])
 def test_a_step_that_ran_without_cuts_on_one_rank_is_told_of_on_all(others):
     columns, device = AdaptiveColumns(), torch.device("cpu")
-    told = [columns.write(device, None, False, uncut, True) for uncut in others]
+    told = [columns.write(device, None, False, uncut) for uncut in others]
     columns.receive(torch.stack(told), torch.tensor(0.0))
     row = columns.add_to(torch.tensor([4.0, 0.0, 1.0, 0.0])).tolist()
     record = Pending(0, row, None).record()

@@ -145,7 +145,7 @@ def test_an_output_used_before_and_after_the_change():
     engine = Engine(model)
     engine.probe()
     run(model, step, engine)
-    graph = engine.take().survey(10).graph
+    graph = engine.take().result(10).graph
     for seed in range(6):
         engine.follow(random_offsets(graph, seed))
         same(run(model, step, engine)[0], expected)

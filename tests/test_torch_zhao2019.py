@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from scaler_parts import controller_of, engine_of, pilot_of
+from scaler_parts import controller_of, engine_of, policy_of
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -110,7 +110,7 @@ def survey_of(model: nn.Module, loss: torch.Tensor, engine: Engine, scale: float
     scaled.backward()
     probe = engine.take()
     assert probe is not None
-    return probe.survey(int(math.log2(scale)))
+    return probe.result(int(math.log2(scale)))
 
 
 def probed(model: nn.Module, x: torch.Tensor, small: float = 1.0, scale: float = 2.0**10):
@@ -260,7 +260,7 @@ def test_micro_batches_add_up_and_weights_are_looked_at_once():
     engine.close()
     assert isinstance(probe, LayerProbe)
     once = {p.name: p for p in probed(model, x).cut_statistics}
-    assert {p.name: p for p in probe.survey(10).cut_statistics} == once
+    assert {p.name: p for p in probe.result(10).cut_statistics} == once
     gradients, weights = (sums.read() for sums in probe.sums)
     for row, found in weights.items():
         layer = model.get_submodule(probe.rows[row].key)
@@ -298,7 +298,7 @@ def test_what_is_not_finite_says_nothing():
 
 
 def accumulating(found: Any, needs: dict[str, float], start: float = 16.0) -> Any:
-    """The survey's cut_statistics, of a size that layers ask for what ``needs`` says."""
+    """The cut_statistics of a result, of a size that layers ask for what ``needs`` says."""
     cut_statistics = []
     for p in found.cut_statistics:
         size = FLOAT16.smallest / quantile(1e-3) / 1.01
@@ -476,7 +476,7 @@ def test_a_state_of_the_other_rule_is_refused_and_changes_nothing():
     model, x = net("mlp")
     run = Run(model, x).steps(4)
     saved = run.scaler.state_dict()
-    assert json.loads(saved[STATE_KEY])["pilot"]["rule"] == "zhao2019"
+    assert json.loads(saved[STATE_KEY])["policy"]["rule"] == "zhao2019"
     ranged = Run(copy.deepcopy(model), x, rule="range").steps(2)
     before = ranged.scaler.state_dict()
     with pytest.raises(ValueError, match=r"make the scaler with rule='zhao2019'"):
@@ -493,7 +493,7 @@ def test_pickles_and_copies_go_on_by_the_same_rule():
     run = Run(model, x, rule=FREE).steps(5)
     for twin in (pickle.loads(pickle.dumps(run.scaler)), copy.deepcopy(run.scaler)):
         assert twin.state_dict() == run.scaler.state_dict()
-        assert pilot_of(twin).rule == FREE
+        assert policy_of(twin).rule == FREE
         engine_of(twin).probe()
         assert isinstance(engine_of(twin).probes.current, LayerProbe)
         twin.close()
@@ -508,7 +508,7 @@ def test_the_range_rule_has_no_part_in_it():
         assert type(engine_of(run.scaler).probes.current).__name__ == "Probe"
         run.steps(12)
         pending = [pending.to_dict() for pending in controller_of(run.scaler).pending]
-        assert not any(row["survey"] and row["survey"]["cut_statistics"] for row in pending)
+        assert not any(row["result"] and row["result"]["cut_statistics"] for row in pending)
         runs.append((run.scales, run.losses, run.scaler.plan))
         run.scaler.close()
     assert runs[0] == runs[1]
@@ -567,12 +567,12 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
     largest = model[0].weight.abs().max().item()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
-    surveys, saw = [], pilot_of(run.scaler).saw
-    pilot_of(run.scaler).saw = lambda record, now, survey=None, **rest: (
-        surveys.append(survey) or saw(record, now, survey, **rest)
+    results, observe = [], policy_of(run.scaler).observe
+    policy_of(run.scaler).observe = lambda record, now, result=None, overflowed=(): (
+        results.append(result) or observe(record, now, result, overflowed)
     )
     run.steps(8)
-    found = {p.name: p.weight for p in surveys[0].cut_statistics}
+    found = {p.name: p.weight for p in results[0].cut_statistics}
     assert found["0"].largest == largest
     assert run.scaler.plan is not None
     return run.scales, run.scaler.plan.to_dict()
@@ -682,7 +682,7 @@ def test_a_probe_does_not_wait_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert probe is not None
-    assert sum(p.weight is not None for p in probe.survey(10).cut_statistics) == 4
+    assert sum(p.weight is not None for p in probe.result(10).cut_statistics) == 4
     engine.close()
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from gradlift import zhao2019
 from gradlift.formats import get, round_to
-from gradlift.plan import choose
+from gradlift.plan.adaptive_policy import AdaptivePolicy
+from gradlift.plan.evidence import Evidence
+from gradlift.plan.fewest_cuts import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.plan.graph import Component, Cut, Graph
-from gradlift.plan.histogram import BINS, Histogram
-from gradlift.plan.observations import Record, Survey
-from gradlift.plan.paper_planner import lower, paper_exponents
-from gradlift.plan.pilot import Pilot
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
+from gradlift.plan.histogram import Histogram
+from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
+from gradlift.plan.paper_planner import lower, paper_exponents, paper_plan
 from gradlift.zhao2019 import (
     FLOAT16,
     THRESHOLD,
@@ -343,23 +343,29 @@ def test_a_large_sum_is_scaled_down():
 # Words.
 
 
+def planned(graph, statistics, rule):
+    nothing = Evidence(tolerance=1e-3, headroom=3)
+    last = [0] * len(graph.components)
+    return paper_plan(graph, nothing, statistics, last=last, rule=rule, format=FORMAT)
+
+
 def test_every_active_cut_says_why():
     names = [(f"l{i}", i, i + 1) for i in range(3)]
     chain, seen = graph(4, *names), [statistics(*name) for name in names]
-    plan = choose(chain, [None] * 4, tolerance=1e-3, rule=Zhao2019(), cut_statistics=seen)
+    plan = planned(chain, seen, Zhao2019())
     assert [cut.shift for cut in plan.active] == [4, 2]
     assert "the bound of 16 on a layer allows 2^4" in plan.active[0].why
     assert "the bound of 1024 on all layers allows 2^2" in plan.active[1].why
-    free = choose(chain, [None] * 4, tolerance=1e-3, rule=FREE, cut_statistics=seen)
+    free = planned(chain, seen, FREE)
     assert free.one_exponent_serves, "the cast has raised all of them"
     block = graph(3, ("out", 0, 1), ("b", 1, 2), ("a", 2, 1))
     twice = [statistics("out", 0, 1, layer=False), statistics("b", 1, 2), statistics("a", 2, 1)]
-    plan = choose(block, [None] * 3, tolerance=1e-3, rule=TWICE, cut_statistics=twice)
+    plan = planned(block, twice, TWICE)
     whys = {cut.name: cut.why for cut in plan.active}
     assert "what meets in m1 shares 2^3" in whys["a"]
     held = graph(3, ("b", 0, 1), ("a", 1, 2), m2=0)
     layers = [statistics("b", 0, 1), statistics("a", 1, 2)]
-    plan = choose(held, [None] * 3, tolerance=1e-3, rule=TWICE, cut_statistics=layers)
+    plan = planned(held, layers, TWICE)
     assert {"m2 is pinned at +0 from the loss"} < {cut.why for cut in plan.active}
     assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
@@ -467,94 +473,78 @@ def test_any_graph_gets_exponents_in_range_below_its_ceilings(net, layer, every)
     assert lowered.exponents == result.exponents
 
 
-# In the planner and the pilot.
-
-
-def seen_at(exponent: int, *exponents: int) -> Histogram:
-    bins = [0] * BINS
-    for at in exponents:
-        bins[at + exponent + 127] += 1000
-    return Histogram.from_bins(bins, exponent, "float16")
+# In the policy.
 
 
 CHAIN = graph(3, ("b", 0, 1), ("a", 1, 2))
 LAYERS = (statistics("b", 0, 1), statistics("a", 1, 2))
+OWNERS = {"a.weight": 2, "b.weight": 1}
 
 
-def test_the_histograms_keep_the_formula_from_overflow():
-    histograms = [seen_at(8, -10), seen_at(8, -10), seen_at(8, -10, 4)]
-    options = {"tolerance": 1e-3, "rule": FREE, "cut_statistics": LAYERS}
-    plan = choose(CHAIN, histograms, headroom=3, **options)
-    assert plan.exponents[2] == 15 - 3 - 4
-    assert plan.active[0].why == "m2 takes no more than 2^8"
-    known = histograms[2].with_parameters(2.0**9)
-    plan = choose(CHAIN, [*histograms[:2], known], headroom=3, **options)
-    assert plan.exponents[2] == 15 - 3 - 9
+def tensor(component: int, peak: int, name: str = "") -> ProbedTensor:
+    return ProbedTensor(name, (component,), Histogram(((peak, 1000),)), 8, "float16")
 
 
-def test_another_look_is_asked_for_only_where_the_exponent_has_changed():
-    # Recorded before its cut, at 2^8, where it is in the lowest octave or below.
-    low = dataclasses.replace(seen_at(8, -32), zeros=1000)
-    options = {"tolerance": 1e-3, "rule": Zhao2019(), "cut_statistics": LAYERS}
-    first = choose(CHAIN, [seen_at(8, -10), seen_at(8, -10), low], **options)
-    assert first.exponents == (4, 8, 10)
-    assert first.reasons == ("m2: has much of its gradient in the lowest octave in sight",)
-    again = choose(CHAIN, [seen_at(8, -10), seen_at(8, -10), low], last=first, **options)
-    assert again.exponents == first.exponents
-    assert again.reasons == ()
+def result_with(*more: ProbedTensor) -> ProbeResult:
+    return ProbeResult(CHAIN, (*(tensor(i, -10) for i in range(3)), *more), OWNERS, LAYERS)
 
 
-def pilot(**options) -> Pilot:
-    return Pilot("float16", 1e-3, 3, rule="zhao2019", **options)
+RESULT = result_with()
 
 
-SURVEY = Survey(CHAIN, (seen_at(8, -10),) * 3, {"a.weight": 2, "b.weight": 1}, LAYERS)
+def policy(rule: str | Zhao2019 = "zhao2019") -> AdaptivePolicy:
+    return AdaptivePolicy("float16", 1e-3, 3, rule=rule)
 
 
-def test_a_pilot_follows_the_formula_and_waits_between_probes():
-    it = pilot()
-    shift = it.saw(Record(0, 8, -10, False), 2, SURVEY)
+def test_the_largest_gradients_keep_the_formula_from_overflow():
+    """Twice the headroom where one probe alone has seen a component, and the parameters count."""
+    for peak, more in ((4, tensor(2, 4)), (9, tensor(2, 9, "a.weight"))):
+        it = policy(FREE)
+        it.observe(Record(0, 8, peak, False), 2, result_with(more))
+        assert it.plan is not None
+        assert it.plan.exponents[2] == 15 - 2 * 3 - peak
+        assert f"m2 takes no more than 2^{15 - 2 * 3 - peak}" in it.plan.active[0].why
+
+
+def test_it_follows_the_formula_and_waits_between_probes():
+    it = policy()
+    shift = it.observe(Record(0, 8, -10, False), 2, RESULT)
     assert it.plan is not None
     assert it.plan.exponents == (4, 8, 10)
     assert 8 + shift == 4
     for step in range(3, 150):
-        assert it.saw(Record(step, 4, -20, False), step + 2) == 0
+        assert it.observe(Record(step, 4, -20, False), step + 2) == 0
 
 
-def test_an_overflow_lowers_the_component_that_shows_it_and_is_remembered():
-    it = pilot()
-    it.saw(Record(0, 8, -10, False), 2, SURVEY)
-    it.saw(Record(3, 4, None, True), 5, overflowed=["a.weight"])
+def test_an_overflow_lowers_the_component_that_shows_it_until_a_probe_has_measured_it():
+    it = policy()
+    it.observe(Record(0, 8, -10, False), 2, RESULT)
+    it.observe(Record(3, 4, None, True), 5, overflowed=["a.weight"])
     assert it.plan is not None
-    assert it.plan.exponents == (4, 8, 6)
+    lowered = it.plan.exponents
+    assert lowered[:2] == (4, 8)
+    assert lowered[2] < 10
     assert [cut.why for cut in it.plan.active if cut.name == "a"]
     assert it.schedule.next_probe == 6
-    it.saw(Record(6, 4, -10, False), 8, SURVEY)
-    assert it.plan.exponents == (4, 8, 9), "a clean probe does not lead straight back"
-    for step in range(9, 9 + 3 * 8, 3):
-        it.saw(Record(step, 4, -10, False), step + 2, SURVEY)
-    assert it.plan.exponents == (4, 8, 10), "and is forgotten slowly"
+    for step in range(6, 6 + 3 * 8, 3):
+        it.observe(Record(step, 4, -10, False), step + 2, RESULT)
+    assert it.plan.exponents == (4, 8, 10), "it is forgotten"
 
 
-def test_its_memory_and_surveys_survive_json():
-    it, other = pilot(), pilot()
-    it.saw(Record(0, 8, -10, False), 2, SURVEY)
+def test_its_memory_and_results_survive_json():
+    it, other = policy(), policy()
+    it.observe(Record(0, 8, -10, False), 2, RESULT)
     other.load(json.loads(json.dumps(it.to_dict())))
     assert other.to_dict() == it.to_dict()
-    assert Survey.from_dict(json.loads(json.dumps(SURVEY.to_dict()))) == SURVEY
-    old = {key: value for key, value in SURVEY.to_dict().items() if key != "cut_statistics"}
-    assert Survey.from_dict(old).cut_statistics == ()
+    assert ProbeResult.from_dict(json.loads(json.dumps(RESULT.to_dict()))) == RESULT
 
 
 def test_a_state_of_the_other_rule_is_refused_by_name():
-    saved = pilot().to_dict()
-    ranged = Pilot("float16", 1e-3, 3)
+    ranged = policy("range")
     with pytest.raises(ValueError, match=r"rule='zhao2019' and this scaler has rule='range'"):
-        ranged.load(saved)
-    old = {key: value for key, value in ranged.to_dict().items() if key != "rule"}
-    ranged.load(old)
+        ranged.load(policy().to_dict())
     with pytest.raises(ValueError, match=r"rule='range' and this scaler has rule='zhao2019'"):
-        pilot().load(old)
+        policy().load(ranged.to_dict())
 
 
 # Mistakes.

@@ -16,12 +16,13 @@ from gradlift.jax.cuts import Traced
 from gradlift.jax.evaluation import MOST_SHIFT
 from gradlift.jax.parameters import Parameters
 from gradlift.jax.state import power_of_two
-from gradlift.plan import saved
-from gradlift.plan.potential import Graph
+from gradlift.plan.adaptive_policy import ADAPTIVE_POLICY
+from gradlift.plan.graph import Graph
+from gradlift.plan.observations import OFFSET
 from gradlift.policy import LARGEST_GAP, LARGEST_SCALE, Policy
 from gradlift.schema import Mismatch, Since, list_of, record, row, whole
 
-VERSION = 1
+VERSION = 2
 
 _COUNT = whole(0, 2**31 - 1)
 
@@ -38,7 +39,7 @@ _RECORD = row(
     _or(records.NOTHING, whole(-127, records.NOT_FINITE)),
     whole(0, 1),
     whole(0, 1),
-    _EXPONENT,
+    whole(0, int(LARGEST_GAP)),
     make=list,
 )
 
@@ -56,9 +57,9 @@ def _records(rows: list[list[int]]) -> list[list[int]]:
     if steps != [records.NOTHING] * missing + list(range(first, first + len(taken))):
         raise Mismatch("of steps without a gap", steps)
     for place, each in enumerate(taken, missing):
-        overflow = each[records.AMAX] == records.NOT_FINITE
+        overflow = each[records.LARGEST] == records.NOT_FINITE
         if each[records.OVERFLOW] != overflow:
-            wanted = f"{int(overflow)} with a largest gradient of 2^{each[records.AMAX]}"
+            wanted = f"{int(overflow)} with a largest gradient of 2^{each[records.LARGEST]}"
             raise Mismatch(wanted, each[records.OVERFLOW], place, records.OVERFLOW)
     return rows
 
@@ -94,10 +95,8 @@ SAVED = record(
         skipped_steps=_COUNT,
         peak=Since(schema.number(0.0, LARGEST_SCALE)),
         gap=Since(schema.number(0.0, LARGEST_GAP)),
-        offsets=list_of(saved.OFFSET),
-        limit=Since(_or(records.NO_LIMIT, whole(-1000, 1000))),
-        least=Since(whole(-1000, 1000)),
-        records=list_of(_row, most=saved.PATIENCE, least=saved.PATIENCE, make=_records),
+        offsets=list_of(OFFSET),
+        records=list_of(_row, most=records.KEPT, least=records.KEPT, make=_records),
         overflowed=list_of(schema.flag),
     ),
     probing=schema.flag,
@@ -105,7 +104,7 @@ SAVED = record(
     seen=whole(-1, 2**31 - 1),
     looked=whole(-1, 2**31 - 1),
     waiting=list_of(ARRIVED),
-    pilot=saved.PILOT,
+    policy=ADAPTIVE_POLICY,
 )
 """What ``Adaptive.to_dict`` wrote."""
 
@@ -119,24 +118,24 @@ def check_fits(read: dict[str, Any], traced: Traced, parameters: Parameters, pol
         parameters: of it.
         policy: of the scale.
     """
-    arrays, pilot = read["arrays"], read["pilot"]
+    arrays, own = read["arrays"], read["policy"]
     if not policy.min_scale <= arrays["scale"] <= policy.max_scale:
         wanted = f"from {policy.min_scale:g} to {policy.max_scale:g}"
         raise Mismatch(wanted, arrays["scale"], "arrays", "scale")
     _check_count(arrays["overflowed"], len(parameters.names), "parameters", "overflowed")
     _check_count(arrays["offsets"], len(traced.graph.components), "components", "offsets")
     _check_offsets(arrays["offsets"], traced.graph, "arrays", "offsets")
-    _check_graph(pilot["graph"], traced.graph, "pilot", "graph")
-    if pilot["plan"] is not None:
-        _check_offsets(pilot["plan"].offsets, traced.graph, "pilot", "plan")
+    _check_graph(own["graph"], traced.graph, "policy", "graph")
+    if own["plan"] is not None:
+        _check_offsets(own["plan"].offsets, traced.graph, "policy", "plan")
     for place, arrived in enumerate(read["waiting"]):
         _check_arrived(arrived, traced, parameters, "waiting", place)
     return read
 
 
 def _check_arrived(arrived: Arrived, traced: Traced, parameters: Parameters, *path: Any) -> None:
-    if arrived.survey is not None:
-        _check_graph(arrived.survey.graph, traced.graph, *path, "survey", "graph")
+    if arrived.result is not None:
+        _check_graph(arrived.result.graph, traced.graph, *path, "result", "graph")
     for name in arrived.overflowed:
         if name not in parameters.names:
             raise Mismatch("parameters of this loss function", name, *path, "overflowed")

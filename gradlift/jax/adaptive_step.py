@@ -5,8 +5,7 @@ In pseudo-code; ``take_step`` has the same shape::
     a gradient at the plan's exponents (``cuts.py``), counted if the step is a probe
     the largest gradient of every parameter
     a record of it (``records.py``)
-    the scale of the next step: ``Predictive`` chooses it; where gradients are not in float16,
-    ``records.py`` does, and the policy after an overflow
+    the scale of the next step, which ``Predictive`` chooses
 """
 
 from __future__ import annotations
@@ -40,9 +39,6 @@ class AdaptiveState:
         loss_scale: the scale of the loss's component.
         offsets: int32, shape (components,): exponents relative to the loss's; None in steps that
             are no probe while one exponent serves all.
-        limit: int32, 0-d: the most that exponent plus largest gradient may come to; None with
-            ``Predictive``, which needs neither this nor ``least``.
-        least: int32, 0-d: the lowest exponent that keeps small gradients; likewise.
         records: int32, shape (64, 6): the last steps, see ``records.py``.
         overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
             that overflowed.
@@ -51,8 +47,6 @@ class AdaptiveState:
 
     loss_scale: LossScaleState
     offsets: jax.Array | None
-    limit: jax.Array | None
-    least: jax.Array | None
     records: jax.Array
     overflowed: jax.Array
     bins: jax.Array | None
@@ -67,7 +61,7 @@ class AdaptiveState:
         return self.loss_scale.scale
 
 
-ARRAYS = ("offsets", "limit", "least", "records", "overflowed")
+ARRAYS = ("offsets", "records", "overflowed")
 jax.tree_util.register_dataclass(
     AdaptiveState, data_fields=("loss_scale", *ARRAYS, "bins"), meta_fields=()
 )
@@ -95,19 +89,17 @@ def take_step(
     bad_loss = _bad_loss(out, before, run)
     # The same as ``out`` says, from what was reduced anyway: XLA drops the other reduction.
     finite = jnp.isfinite(largest).all()
-    loss_scale = update(before, finite, ~bad_loss, jnp.max(largest, initial=0))
+    counted = parameters.as_stored(largest, state.offsets)
+    loss_scale = update(before, finite, ~bad_loss, jnp.max(counted, initial=0))
     loss_scale = fit_loss(loss_scale, loss_of(out.aux, run.has_aux))
     rows = records.appended(
         state.records,
         exponent=records.exponents(before.scale),
-        amax=jnp.max(records.exponents(largest), initial=records.NOTHING),
+        largest=jnp.max(records.exponents(counted), initial=records.NOTHING),
         overflow=~finite,
         bad_loss=bad_loss,
-        went_on=records.exponents(loss_scale.scale),
+        gap=0 if loss_scale.gap is None else jnp.floor(loss_scale.gap),
     )
-    if state.limit is not None and state.least is not None:
-        rows = records.went_on(rows, state.limit, state.least, before.policy)
-        loss_scale = loss_scale.replace(scale=records.power(rows[-1, records.WENT_ON]))
     # Gradients of a bad loss say nothing about who overflowed.
     overflowed = jnp.where(finite | bad_loss, state.overflowed, ~jnp.isfinite(largest))
     state = state.replace(loss_scale=loss_scale, records=rows, overflowed=overflowed, bins=bins)

@@ -1,8 +1,8 @@
 """What the host learns of adaptive steps, some steps after they were taken.
 
 ``Sent`` is on its way: arrays that the device may still be computing, copied so that a step which
-donates its state cannot take them away. ``Arrived`` is the same in numbers, for the pilot, and for
-a checkpoint.
+donates its state cannot take them away. ``Arrived`` is the same in numbers, for the adaptive
+policy, and for a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from gradlift import schema
 from gradlift.jax import records
 from gradlift.jax.cuts import Traced
 from gradlift.jax.parameters import Parameters
-from gradlift.plan import saved
-from gradlift.plan.observations import Record, Survey
+from gradlift.plan.observations import PROBE_RESULT, RECORD, ProbeResult, Record
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Some steps, and a survey of the last of them if that was a probe."""
+    """Some steps, and the result of the last of them if that was a probe."""
 
     rows: tuple[Record, ...]
     overflowed: tuple[str, ...]
     """The parameters whose gradients were not finite, in the latest of them that overflowed."""
-    survey: Survey | None
+    result: ProbeResult | None
 
     def to_dict(self) -> dict[str, Any]:
         """In primitives, for a checkpoint in which it waits for its turn."""
         return {
             "rows": [asdict(row) for row in self.rows],
             "overflowed": list(self.overflowed),
-            "survey": self.survey and self.survey.to_dict(),
+            "result": self.result and self.result.to_dict(),
         }
 
 
-def _arrived(rows: list[dict[str, Any]], overflowed: Any, survey: dict[str, Any] | None) -> Arrived:
-    found = None if survey is None else Survey(**survey)
+def _arrived(rows: list[dict[str, Any]], overflowed: Any, result: dict[str, Any] | None) -> Arrived:
+    found = None if result is None else ProbeResult(**result)
     return Arrived(tuple(Record(**row) for row in rows), overflowed, found)
 
 
 ARRIVED = schema.record(
     make=_arrived,
-    rows=schema.list_of(saved.RECORD, least=1),
+    rows=schema.list_of(RECORD, least=1),
     overflowed=schema.list_of(schema.text, make=tuple),
-    survey=schema.optional(saved.SURVEY),
+    result=schema.optional(PROBE_RESULT),
 )
 """What ``Arrived.to_dict`` wrote."""
 
@@ -80,13 +79,13 @@ class Sent:
             )
         flags = np.asarray(self.overflowed).tolist()
         overflowed = [n for n, flag in zip(parameters.names, flags, strict=True) if flag]
-        return Arrived(tuple(rows), tuple(overflowed), self._survey(rows[-1], traced, parameters))
+        return Arrived(tuple(rows), tuple(overflowed), self._result(rows[-1], traced, parameters))
 
-    def _survey(self, row: Record, traced: Traced, parameters: Parameters) -> Survey | None:
+    def _result(self, row: Record, traced: Traced, parameters: Parameters) -> ProbeResult | None:
         if self.bins is None or row.bad_loss:
             return None
-        found = traced.histograms(self.bins, row.exponent, self.offsets)
-        return Survey(traced.graph, tuple(found), parameters.owners)
+        found = traced.tensors(self.bins, row.exponent, self.offsets)
+        return ProbeResult(traced.graph, tuple(found), parameters.owners)
 
 
 @jax.jit

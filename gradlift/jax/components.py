@@ -23,7 +23,7 @@ from gradlift.jax.linearity import not_linear
 from gradlift.jax.marks import name_of
 from gradlift.jax.program import Link, Program, Step, inside, numbers
 from gradlift.plan.disjoint_sets import DisjointSets
-from gradlift.plan.potential import Component, Cut, Graph
+from gradlift.plan.graph import Component, Cut, Graph
 
 Node = Step | Link
 

@@ -53,11 +53,14 @@ from gradlift.jax.state import (
     scale,
     value_and_grad,
 )
+from gradlift.plan.adaptive_policy import BACKOFF
+from gradlift.plan.evidence import Evidence
+from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import BINS, Histogram
+from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose
-from gradlift.plan.potential import Graph
-from gradlift.policy import Predictive
+from gradlift.policy import FIRST_GUESS, Predictive
 
 
 @dataclass(frozen=True)
@@ -233,16 +236,19 @@ class Traced:
         state: LossScaleState,
         offsets: Any,
         last: Plan | None = None,
-        **options: Any,
+        *,
+        tolerance: float = 1e-3,
+        headroom: int = Predictive.headroom,
     ) -> Plan:
-        """The next plan; waits for the device.
+        """Return the plan of one probe; waits for the device.
 
         Args:
-            bins: what ``probe`` counted.
+            bins: the counts of ``probe``.
             state: the state that ``probe`` was given.
             offsets: the offsets that ``probe`` was given.
             last: the plan in force.
-            **options: ``tolerance``, ``headroom`` and ``forecast`` of ``gradlift.plan.choose``.
+            tolerance: relative error that storing a gradient may cause.
+            headroom: powers of two to keep free above the largest gradient.
         """
         check_state(state, "plan(bins, state, offsets)")
         self._check(offsets)
@@ -255,48 +261,47 @@ class Traced:
                 f"{getattr(bins, 'shape', type(bins).__name__)}: step, bins = probe(...)"
             )
         exponent = exponent_of(_known(state, "plan(bins, state, offsets)"))
-        found = self.histograms(bins, exponent, offsets)
-        if isinstance(state.policy, Predictive):
-            options = {"loss_exponent": exponent, **options}
-        return choose(self.graph, found, last=last, **options)
+        tensors = self.tensors(bins, exponent, offsets)
+        known = [t.histogram.peak for t in tensors if t.is_parameter]
+        largest = max((peak for peak in known if peak is not None), default=None)
+        overflow = any(t.histogram.nonfinite for t in tensors)
+        evidence = Evidence(tolerance, headroom, min_probes=1)
+        record = Record(0, exponent, largest, overflow)
+        evidence.add(record)
+        if largest is None or overflow:
+            lowered = exponent - BACKOFF if overflow else max(exponent, exponent_of(FIRST_GUESS))
+            return Plan.uniform(self.graph, lowered, "float16")
+        result = ProbeResult(self.graph, tuple(tensors), {})
+        evidence.add_probe(record, result)
+        own = np.asarray(offsets) - np.asarray(offsets)[self.graph.loss]
+        return choose(self.graph, evidence, offsets=own.tolist(), tensors=tensors)
 
-    def histograms(self, bins: Any, exponent: int, offsets: Any) -> list[Histogram | None]:
-        """What a probe saw of each component; None where nothing was recorded.
+    def tensors(self, bins: Any, exponent: int, offsets: Any) -> list[ProbedTensor]:
+        """Return the gradients that a probe has counted.
 
         Args:
-            bins: what it counted.
+            bins: its counts.
             exponent: of the loss scale that it ran at.
             offsets: that it ran at.
         """
         offsets = np.asarray(offsets) - np.asarray(offsets)[self.graph.loss]
-        cuts: list[list[Histogram]] = [[] for _ in self.graph.components]
-        arguments: list[list[Histogram]] = [[] for _ in self.graph.components]
+        found: list[ProbedTensor] = []
         for site, counts in zip(self.analysis.sites, np.asarray(bins).tolist(), strict=True):
             if not any(counts):
                 continue
-            at = exponent + int(offsets[site.downstream])
+            at, is_parameter = exponent + int(offsets[site.downstream]), site.upstream is None
             if site.upstream is None:
-                # An infinity arose in the component's format, whatever the argument's is.
+                # Computed in the component's format, whatever the argument's is.
                 format = self.graph.components[site.downstream].format or "float32"
-                arguments[site.downstream].append(Histogram.from_bins(counts, at, format))
-                continue
-            format = str(site.dtype) if str(site.dtype) in FORMATS else "float32"
-            for component in {site.downstream, site.upstream}:
-                cuts[component].append(Histogram.from_bins(counts, at, format))
-        return list(map(_merged, cuts, arguments))
-
-
-def _merged(cuts: list[Histogram], arguments: list[Histogram]) -> Histogram | None:
-    """What passed the cuts of a component, with the largest gradients of its arguments; where it
-    has no cut, these alone."""
-    if not cuts:
-        return Histogram.merge(arguments) if arguments else None
-    found = Histogram.merge(cuts)
-    for argument in arguments:
-        if argument.peak is not None:
-            amax = math.inf if argument.nonfinite else math.ldexp(1.0, argument.peak)
-            found = found.with_parameters(amax)
-    return found
+                sides = (site.downstream,)
+            else:
+                format = str(site.dtype) if str(site.dtype) in FORMATS else "float32"
+                sides = tuple(sorted({site.downstream, site.upstream}))
+            histogram = Histogram.from_bins(counts, at, format)
+            found.append(
+                ProbedTensor(site.name, sides, histogram, at, format, is_parameter=is_parameter)
+            )
+        return found
 
 
 def adopt(plan: Plan, state: LossScaleState) -> tuple[LossScaleState, jax.Array]:
@@ -305,7 +310,7 @@ def adopt(plan: Plan, state: LossScaleState) -> tuple[LossScaleState, jax.Array]
     Args:
         plan: from ``Traced.plan`` or ``Plan.uniform``.
         state: the state in force; its scale becomes the plan's, within its policy's bounds. With
-            ``Predictive`` it stays, and the plan is moved to it; that waits for the device.
+            ``Predictive`` it stays, and the offsets hold relative to it.
 
     Returns:
         The state, and the offsets: int32, shape (components,).
@@ -314,22 +319,10 @@ def adopt(plan: Plan, state: LossScaleState) -> tuple[LossScaleState, jax.Array]
         raise ValueError(f"adopt(plan, state) takes the plan first, got {type(plan).__name__}")
     check_state(state, "adopt(plan, state)")
     if isinstance(state.policy, Predictive):
-        offsets = safe_offsets(plan, exponent_of(_known(state, "adopt(plan, state)")))
-        return state, jnp.asarray(offsets, jnp.int32)
+        return state, jnp.asarray(plan.offsets, jnp.int32)
     bounded = min(max(2.0**plan.global_exponent, state.policy.min_scale), state.policy.max_scale)
     state = state.replace(scale=jnp.asarray(bounded, jnp.float32))
     return state, jnp.asarray(plan.offsets, jnp.int32)
-
-
-def safe_offsets(plan: Plan, loss: int) -> tuple[int, ...]:
-    """Return the plan's offsets, lower where a component would be raised beyond its interval.
-
-    Args:
-        plan: the plan.
-        loss: the loss's exponent in force, which need not be the plan's.
-    """
-    tops = (max(component.interval.high - loss, 0) for component in plan.components)
-    return tuple(map(min, plan.offsets, tops))
 
 
 def _check_whole(offsets: Any) -> None:

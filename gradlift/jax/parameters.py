@@ -77,6 +77,21 @@ class Parameters:
         ]
         return jnp.concatenate(found) if found else jnp.zeros(0)
 
+    def as_stored(self, largest: jax.Array, offsets: jax.Array | None) -> jax.Array:
+        """Return ``largest`` with a parameter of a component above the loss 2**offset times as
+        large.
+
+        Args:
+            largest: float32, shape (parameters,).
+            offsets: int32, shape (components,); None if all are 0.
+        """
+        if offsets is None or not self.names:
+            return largest
+        components = jnp.asarray([self.owners.get(name, 0) for name in self.names], jnp.int32)
+        known = jnp.asarray([name in self.owners for name in self.names])
+        raised = jnp.where(known, jnp.maximum(offsets[components], 0), 0)
+        return jnp.ldexp(largest, raised)
+
 
 def _rows(sizes: jax.Array, sliced: bool) -> jax.Array:
     return sizes.reshape(sizes.shape[0] if sliced else 1, -1 if sizes.size else 0)

@@ -1,14 +1,13 @@
 """``adaptive``: no scale to choose, and exponents of their own for the parts that need them.
 
-The pilot that decides (``gradlift.plan.pilot``) is the one of torch's ``AdaptiveGradScaler``. Here
-it sits between steps, on the host, and what it needs rides in a pytree::
+The adaptive policy (``gradlift.plan.adaptive_policy``) is that of torch's ``AdaptiveGradScaler``.
+Here it sits between steps, on the host, and what it needs rides in a pytree::
 
     on the device, in a step   ``adaptive_step.py``: a gradient at the plan's exponents, a record,
-                               and the scale of the next step; for float16 that of ``Predictive``,
-                               and the pilot decides how much higher other parts are
+                               and the scale of the next step, which ``Predictive`` chooses
     on the host, in adjust     every eighth step, the records copied at the look before: they are
                                there by then, and nothing waits; while a plan is being looked for,
-                               every step; what the pilot says goes back as small arrays
+                               every step; what the policy says goes back as small arrays
 
 Whether a step is a probe is a matter of the tree's structure (``bins`` is there or is not), and so
 is whether a plan has exponents that differ (``offsets``). So a step, a probe and, if such a plan is
@@ -19,6 +18,7 @@ decide the same.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections import deque
@@ -39,15 +39,15 @@ from gradlift.jax.adaptive_state import SAVED, VERSION, check_fits
 from gradlift.jax.adaptive_step import ARRAYS, AdaptiveState, take_step
 from gradlift.jax.arrivals import Arrived, Sent, copied
 from gradlift.jax.axes import AxisName
-from gradlift.jax.cuts import Layerwise, Traced, safe_offsets
+from gradlift.jax.cuts import Layerwise, Traced
 from gradlift.jax.parameters import Parameters
 from gradlift.jax.state import LEAVES, PREDICTED, ValueAndGrad, init, leaf_names
-from gradlift.plan.histogram import BINS
+from gradlift.plan.adaptive_policy import AdaptivePolicy
+from gradlift.plan.histogram import BINS, is_wide
 from gradlift.plan.observations import ADVICE
-from gradlift.plan.pilot import BACKOFF, Pilot
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
-from gradlift.policy import Dynamic, Policy, Predictive, check_power_of_two, check_steps
+from gradlift.policy import Policy, Predictive, Static, check_power_of_two, check_steps
 from gradlift.troubleshooting import warn
 
 # Steps between two looks of the host, once a plan was found.
@@ -78,7 +78,7 @@ class Adaptive:
         has_aux: whether ``fun`` returns a pair.
         axis_name: as for ``value_and_grad``.
         format: the format that gradients are stored in; None for the narrowest in the jaxpr.
-        tolerance: fraction of a gradient's magnitude that may be flushed to zero.
+        tolerance: relative error that storing a gradient may cause.
         headroom: powers of two to keep free above the largest gradient.
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step, a power of two.
@@ -107,19 +107,18 @@ class Adaptive:
         self._predictive = Predictive(init_scale, headroom)
         self._jitted = jax.jit(self._step)
         self._model: tuple[Traced, Parameters] | None = None
-        self._pilot: Pilot | None = None
+        self._planner: AdaptivePolicy | None = None
         self._steps: int | None = None
         self._looked = self._seen = -1
         self._queue: deque[Sent | Arrived] = deque()
         self._offsets: tuple[int, ...] = ()
-        self._limits = records.NO_LIMIT, 0
         self._said: set[str] = set()
         """Warnings that were given."""
 
     @property
     def plan(self) -> Plan | None:
         """The current plan; None before the first probe has come back."""
-        return self._pilot and self._pilot.plan
+        return self._planner and self._planner.plan
 
     @property
     def neutral(self) -> dict[str, str]:
@@ -133,39 +132,37 @@ class Adaptive:
             *args: as for ``fun``; nothing is computed. Where they lie on a mesh, the state lies on
                 all of it.
         """
-        model, pilot, state = self._new(args)
-        self._begin(model, pilot)
+        model, planner, state = self._new(args)
+        self._begin(model, planner)
         return self._formed(state, probing=True)
 
-    def _new(self, args: Sequence[Any]) -> tuple[tuple[Traced, Parameters], Pilot, AdaptiveState]:
-        """A loss function, and a pilot and a state that know nothing yet."""
+    def _new(
+        self, args: Sequence[Any]
+    ) -> tuple[tuple[Traced, Parameters], AdaptivePolicy, AdaptiveState]:
+        """Return a loss function, and a policy and a state that know nothing yet."""
         traced = self._run.trace_any(*args)
         parameters = Parameters.of(traced, [args[n] for n in self._run.wanted])
         found = {component.format for component in traced.graph.components}
         narrowest = next(format for name, format in FORMATS.items() if name in found)
         format = self._format or narrowest
-        predicts = format.name == "float16"
-        pilot = Pilot(format, *self._settings, follows=predicts)
-        limit, least = _limits(pilot)
+        planner = AdaptivePolicy(format, *self._settings)
+        start = self._predictive.init_scale
         state = AdaptiveState(
-            init(self._predictive if predicts else _backing_off(self._predictive.init_scale)),
+            init(Static(start) if is_wide(format) else self._predictive),
             None,
-            None if predicts else jnp.asarray(limit, jnp.int32),
-            None if predicts else jnp.asarray(least, jnp.int32),
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
             None,
         )
-        return (traced, parameters), pilot, jax.device_put(state, _everywhere(args))
+        return (traced, parameters), planner, jax.device_put(state, _everywhere(args))
 
-    def _begin(self, model: tuple[Traced, Parameters], pilot: Pilot) -> None:
-        """Go on with another pilot, and nothing of what was before."""
-        self._model, self._pilot = model, pilot
+    def _begin(self, model: tuple[Traced, Parameters], planner: AdaptivePolicy) -> None:
+        """Continue with another policy, and nothing of what was before."""
+        self._model, self._planner = model, planner
         self._steps, self._looked, self._seen = None, -1, -1
         self._queue.clear()
         self._said.clear()
         self._offsets = (0,) * len(model[0].graph.components)
-        self._limits = _limits(pilot)
 
     def __call__(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
         """One step; the gradients are true ones whatever the plan.
@@ -200,7 +197,7 @@ class Adaptive:
         return self._adjusted(state, steps)
 
     def _adjusted(self, state: AdaptiveState, steps: int) -> AdaptiveState:
-        pilot = self._check(state)[0]
+        planner = self._check(state)[0]
         if self._steps is None:
             # The first steps, or the first ones after arrays came from a checkpoint.
             taken = _taken(state)
@@ -212,9 +209,13 @@ class Adaptive:
             self._steps, self._seen = taken, taken - 1 - steps
         else:
             self._steps += steps
-        if state.bins is not None or pilot.searching or self._steps - self._looked >= LOOK:
+        if (
+            state.bins is not None
+            or planner.needs_more_probes
+            or self._steps - self._looked >= LOOK
+        ):
             state = self._look(state)
-        if self._steps >= pilot.schedule.next_probe and not any(map(_surveys, self._queue)):
+        if self._steps >= planner.schedule.next_probe and not any(map(_is_probe, self._queue)):
             state = self._formed(state, probing=True)
         return state
 
@@ -229,7 +230,7 @@ class Adaptive:
         Raises:
             ValueError: the state is older than the last one that the scaler adjusted.
         """
-        pilot, traced, parameters = self._check(state, call="to_dict(state)")
+        planner, traced, parameters = self._check(state, call="to_dict(state)")
         if isinstance(state.records, Tracer):
             raise ValueError("to_dict(state) reads the device: call it outside jit and scan")
         if self._steps is not None and (taken := _taken(state)) < self._steps:
@@ -251,7 +252,7 @@ class Adaptive:
             "seen": self._seen,
             "looked": self._looked,
             "waiting": [arrived.to_dict() for arrived in waiting],
-            "pilot": pilot.to_dict(),
+            "policy": planner.to_dict(),
         }
 
     def from_dict(self, saved: Mapping[str, Any], *args: Any) -> AdaptiveState:
@@ -265,20 +266,19 @@ class Adaptive:
             ValueError: it is damaged, or of another loss function. Nothing was changed.
         """
         read = schema.read(SAVED, saved, "adaptive scaler", ADVICE)
-        model, pilot, state = self._new(args)
-        pilot.check(saved["pilot"])
+        model, planner, state = self._new(args)
+        planner.check(saved["policy"])
         arrays, policy = read["arrays"], state.loss_scale.policy
         if isinstance(policy, Predictive) and arrays["peak"] is None:
             # Of a version that predicted otherwise.
             arrays |= policy.resume(arrays["scale"])._asdict()
         schema.read(lambda _: check_fits(read, *model, policy), saved, "adaptive scaler", ADVICE)
-        pilot.follow(read["pilot"])
-        self._begin(model, pilot)
+        planner.follow(read["policy"])
+        state = _with_headroom(state, planner.loss_headroom)
+        self._begin(model, planner)
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
         self._offsets = tuple(arrays["offsets"])
-        if state.limit is not None:
-            arrays["limit"], arrays["least"] = self._limits
 
         def loaded(own: Any, names: Sequence[str]) -> dict[str, Any]:
             fields = {name: getattr(own, name) for name in names}
@@ -294,9 +294,9 @@ class Adaptive:
     # On the host
 
     def _look(self, state: AdaptiveState) -> AdaptiveState:
-        """Starts to copy the records of the last steps to the host, and shows the pilot those
+        """Starts to copy the records of the last steps to the host, and shows the planner those
         whose copy was started at the look before."""
-        pilot, traced, parameters = self._check(state)
+        planner, traced, parameters = self._check(state)
         assert self._steps is not None
         sent = copied(state.records, state.overflowed)
         for array in sent:
@@ -308,46 +308,35 @@ class Adaptive:
         self._seen, self._looked = self._steps - 1, self._steps
         if state.bins is not None:
             state = self._formed(state, probing=False)
-        while len(self._queue) > 1 or (self._queue and pilot.searching):
+        while len(self._queue) > 1 or (self._queue and planner.needs_more_probes):
             found = self._queue.popleft()
             arrived = found if isinstance(found, Arrived) else found.arrived(traced, parameters)
             state = self._follow(arrived, state)
         return state
 
     def _follow(self, arrived: Arrived, state: AdaptiveState) -> AdaptiveState:
-        """Shows the pilot some steps, and does what it says."""
+        """Show the policy some steps, and follow its plan."""
         self._sound(arrived, state.loss_scale.policy)
-        pilot = self._check(state)[0]
+        planner = self._check(state)[0]
         assert self._steps is not None
-        last = max((i for i, row in enumerate(arrived.rows) if row.overflow), default=None)
-        shift = 0
+        lost = (i for i, row in enumerate(arrived.rows) if row.overflow and not row.bad_loss)
+        last = max(lost, default=None)
         for i, row in enumerate(arrived.rows):
-            survey = arrived.survey if i == len(arrived.rows) - 1 else None
-            blamed = arrived.overflowed if i == last else ()
-            shift += pilot.saw(row, self._steps - 1, survey, blamed)
-        if shift:
-            policy = state.loss_scale.policy
-            moved = state.scale * np.float32(2.0**shift)
-            moved = jnp.clip(moved, policy.min_scale, policy.max_scale)
-            changes = {"scale": moved}
-            if (peak := state.loss_scale.peak) is not None:
-                changes["peak"] = peak * np.float32(2.0**-shift)
-            state = state.replace(loss_scale=state.loss_scale.replace(**changes))
-        offsets = pilot.plan.offsets if pilot.plan else self._offsets
-        if pilot.plan and pilot.follows:
-            offsets = safe_offsets(pilot.plan, pilot.plan.global_exponent)
+            result = arrived.result if i == len(arrived.rows) - 1 else None
+            overflowed = arrived.overflowed if i == last else ()
+            planner.observe(row, self._steps - 1, result, overflowed)
+        state = _with_headroom(state, planner.loss_headroom)
+        offsets = planner.plan.offsets if planner.plan else self._offsets
         if offsets != self._offsets:
             self._offsets = offsets
             state = self._formed(state, probing=False)
-        if state.limit is not None and (limits := _limits(pilot)) != self._limits:
-            self._limits = limits
-            limit, least = (_like(each, state.records) for each in limits)
-            state = state.replace(limit=limit, least=least)
         return state
 
     def _sound(self, arrived: Arrived, policy: Policy) -> None:
         """Warn once of steps that no scale can save: those of a bad loss, and at the floor."""
-        floor = math.frexp(policy.min_scale)[1] - 1
+        # A static scale is its own floor.
+        least = policy.init_scale if isinstance(policy, Static) else policy.min_scale
+        floor = math.frexp(least)[1] - 1
         lost = [row for row in arrived.rows if row.overflow and not row.bad_loss]
         if any(row.bad_loss for row in arrived.rows) and "loss" not in self._said:
             self._said.add("loss")
@@ -376,7 +365,7 @@ class Adaptive:
 
     def _check(
         self, state: Any, args: Sequence[Any] = (), call: str = "scaler(state, *args)"
-    ) -> tuple[Pilot, Traced, Parameters]:
+    ) -> tuple[AdaptivePolicy, Traced, Parameters]:
         if not isinstance(state, AdaptiveState):
             swapped = any(isinstance(arg, AdaptiveState) for arg in args)
             advice = "the state comes first" if swapped else "make one with scaler.init(*args)"
@@ -386,27 +375,21 @@ class Adaptive:
                 f"{call} takes the state of an adaptive scaler, got {type(state).__name__}: "
                 f"{advice}"
             )
-        if self._model is None or self._pilot is None:
+        if self._model is None or self._planner is None:
             raise ValueError("call scaler.init(*args) before the first step: it finds the cuts")
-        return self._pilot, *self._model
+        return self._planner, *self._model
 
 
 adaptive = Adaptive
 
 
-def _backing_off(init_scale: float) -> Policy:
-    """Return the policy where the host decides the loss's exponent, which acts on an overflow."""
-    return Dynamic(
-        init_scale=init_scale,
-        growth_interval=2**31 - 1,
-        backoff_factor=2.0**-BACKOFF,
-        max_scale=2.0**96,
-    )
-
-
-def _limits(pilot: Pilot) -> tuple[int, int]:
-    """``AdaptiveState.limit`` and ``least``."""
-    return records.NO_LIMIT if pilot.limit is None else pilot.limit, pilot.least
+def _with_headroom(state: AdaptiveState, headroom: int) -> AdaptiveState:
+    """Return the state with the headroom that ``Predictive`` is to keep."""
+    policy = state.loss_scale.policy
+    if not isinstance(policy, Predictive) or policy.headroom == headroom:
+        return state
+    changed = dataclasses.replace(policy, headroom=headroom)
+    return state.replace(loss_scale=state.loss_scale.replace(policy=changed))
 
 
 def _like(values: Any, array: jax.Array) -> jax.Array:
@@ -416,8 +399,8 @@ def _like(values: Any, array: jax.Array) -> jax.Array:
     return jax.device_put(new, array.sharding) if array.committed else jnp.asarray(new)
 
 
-def _surveys(queued: Sent | Arrived) -> bool:
-    return (queued.survey if isinstance(queued, Arrived) else queued.bins) is not None
+def _is_probe(queued: Sent | Arrived) -> bool:
+    return (queued.result if isinstance(queued, Arrived) else queued.bins) is not None
 
 
 def _everywhere(args: Any) -> NamedSharding | None:

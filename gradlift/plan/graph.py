@@ -7,7 +7,7 @@ Components are known by their index here, and by their modules from one graph to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,8 +41,6 @@ class Cut:
     """The component the gradient comes from, nearer to the loss."""
     upstream: int
     """The component it goes to."""
-    dark: bool = False
-    """Whether nothing but zeros was seen of the gradient that passes it."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +77,12 @@ class Graph:
         pins = {i: c.pinned for i, c in enumerate(self.components) if c.pinned is not None}
         return {self.loss: 0, **pins}
 
-    @cached_property
-    def below(self) -> tuple[tuple[Cut, ...], ...]:
-        """The cuts through which each component's gradient goes on to others."""
-        found: list[list[Cut]] = [[] for _ in self.components]
+    def behind(self, components: Iterable[int]) -> list[int]:
+        """Return components and all others that their gradients go on to."""
+        links: list[list[int]] = [[] for _ in self.components]
         for cut in self.cuts:
-            if cut.upstream != cut.downstream:
-                found[cut.downstream].append(cut)
-        return tuple(map(tuple, found))
-
-    def behind(self, start: int, seen: set[int]) -> list[int]:
-        """A component and all that its gradient reaches, but those ``seen``; they become so."""
-        links = [[cut.upstream for cut in cuts] for cuts in self.below]
-        return [] if start in seen else _reach([start], links, seen)
+            links[cut.downstream].append(cut.upstream)
+        return _reach(list(components), links, set())
 
     def active(self, exponents: Sequence[int]) -> list[Cut]:
         """The cuts whose two sides differ."""

@@ -1,4 +1,4 @@
-"""The offset of each module from the loss's exponent: now, and in steps still under way."""
+"""The offset of each module from the loss exponent, now and before the latest plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradlift.plan.graph import Graph
+from gradlift.plan.observations import COUNT, OFFSET
 from gradlift.plan.plan import Plan
+from gradlift.schema import LARGEST, dict_of, record, row, text, whole
 
 # Probes that may pass by a module before its exponent is forgotten.
 MOST_UNMET = 8
@@ -31,11 +33,6 @@ class ModuleOffsets:
     def at(self, step: int, module: str) -> int:
         """What a module ran at in a step; the plan may have changed since."""
         return (self._past if step <= self.past_until else self.current).get(module, 0)
-
-    def below(self, step: int) -> bool:
-        """Whether some module was to run below the loss's exponent in a step."""
-        offsets = self._past if step <= self.past_until else self.current
-        return any(offset < 0 for offset in offsets.values())
 
     def take(self, plan: Plan) -> None:
         """Those of a plan."""
@@ -64,8 +61,13 @@ class ModuleOffsets:
 
     @classmethod
     def resumed(cls, read: Mapping[str, Any]) -> ModuleOffsets:
-        """From what ``to_dict`` wrote, as ``saved.PILOT`` has read it."""
+        """Return the offsets that ``to_dict`` wrote, as ``OFFSETS`` has read them."""
         made = cls()
         made.current, made._unmet = dict(read["offsets"]), dict(read["unmet"])
         made.past_until, made._past = read["past"]
         return made
+
+
+_BY_KEY = dict_of(text, OFFSET)
+OFFSETS = record(offsets=_BY_KEY, past=row(whole(-LARGEST), _BY_KEY), unmet=dict_of(text, COUNT))
+"""The check of what ``ModuleOffsets.to_dict`` wrote."""

@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradlift.formats import Format
+from gradlift.plan.evidence import Evidence
+from gradlift.plan.fewest_cuts import MAX_EXPONENT, MIN_EXPONENT, Interval
 from gradlift.plan.graph import Component, Graph
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT
+from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent
 from gradlift.zhao2019 import (
     PASS,
     CutStatistics,
@@ -51,6 +53,61 @@ class _Branch(NamedTuple):
     downstream: int
     upstream: int
     statistics: CutStatistics | None
+
+
+def paper_plan(
+    graph: Graph,
+    evidence: Evidence,
+    cut_statistics: Sequence[CutStatistics],
+    *,
+    last: Sequence[int],
+    rule: Zhao2019,
+    format: Format,
+) -> Plan:
+    """Return the plan of the paper's formula.
+
+    Args:
+        graph: components and cuts.
+        evidence: of the gradients, which limits the exponents.
+        cut_statistics: of a probe; without any, the last exponents are lowered where they must be.
+        last: the exponents in force.
+        rule: its bounds.
+        format: the format that the scaler is made for.
+    """
+    highest = [evidence.highest(graph, i) for i in range(len(graph.components))]
+    ceilings = [
+        MAX_EXPONENT if top is None else _clamped(top - evidence.reference) for top in highest
+    ]
+    if cut_statistics:
+        found = paper_exponents(
+            graph,
+            cut_statistics,
+            ceilings,
+            rule=rule,
+            threshold=evidence.tolerance,
+            format=format,
+        )
+    else:
+        found = lower(graph, last, ceilings)
+    exponents = found.exponents
+    planned = tuple(
+        PlannedComponent(component.modules, exponents[i], Interval(MIN_EXPONENT, ceilings[i]))
+        for i, component in enumerate(graph.components)
+    )
+    cuts = tuple(
+        ActiveCut(
+            cut.name,
+            cut.downstream,
+            cut.upstream,
+            exponents[cut.upstream] - exponents[cut.downstream],
+            found.reasons.get(
+                (cut.name, cut.downstream, cut.upstream),
+                "an overflow came after the statistics that it rests on",
+            ),
+        )
+        for cut in graph.active(exponents)
+    )
+    return Plan(format.name, graph.loss, planned, cuts)
 
 
 def paper_exponents(

@@ -1,454 +1,239 @@
-"""From what a probe saw to an exponent for every component of the graph.
+"""The planner: an offset from the loss exponent for every component that needs one.
 
-The planner is pure: histograms, a graph and the last plan go in, a frozen plan comes out, the
-same for the same input on every rank. In pseudo-code; ``choose`` below has the same shape::
+A pure function of the graph, the evidence and the plan in force::
 
-    each component:  high = format's largest exponent - headroom - largest gradient, in this look
-                            and those of the last steps: batches differ
-                     low  = format's smallest exponent - smallest gradient that must be kept
-                     out of sight below: raise towards high, ask for another probe
-                     out of sight above: lower, ask for another probe
-                     nothing but zeros: any exponent, so that of the neighbours
-    all of them:     where one exponent would serve with all but a bit of the headroom, it does;
-                     where there is only one, small gradients get as much
-    next to others:  nothing is asked for that the other side of a cut cannot give, and room is
-                     kept for what a dark path may bring, see ``neighbours``
-    exponents:       the last ones, while they lie in their intervals and little would be gained;
-                     otherwise those with the fewest active cuts, see ``choice``
-                     (rule "zhao2019": those that the paper's formula gives, see ``paper_planner``)
+    highest of a component  = 15 - headroom - its excess; never below the loss
+    lowest of a component   = the level that its tensors need, as far as all components that
+                              store them can give it
+    keep the offsets in force while every component lies between the two, with SLACK above
+    otherwise put its regions as high as is safe, if that satisfies every tensor
+    otherwise find the fewest cuts that do (``fewest_cuts.py``)
+    after a probe, give cuts up if fewer do with SLACK to spare
 
-What it gave up: only the largest parameter gradient is known, so a parameter whose own gradient
-is flushed goes unseen while the activations around it are not.
+A region is a set of components with one exponent. No component is stored below the loss: where one
+is too large, ``Predictive`` lowers the loss scale, and the others are raised.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from gradlift.formats import Format, get
-from gradlift.plan.bounds import ANY, Bounds, OutOfSight, find_bounds, largest_climb
-from gradlift.plan.choice import Choice
-from gradlift.plan.graph import Component, Graph
-from gradlift.plan.histogram import Histogram
-from gradlift.plan.neighbours import may_grow_by, without_what_is_lost_anyway
-from gradlift.plan.paper_planner import PaperExponents, lower, paper_exponents
-from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent, active_cuts
-from gradlift.plan.potential import MAX_EXPONENT, MIN_EXPONENT, Interval
-from gradlift.zhao2019 import CutStatistics, Zhao2019
+from gradlift.plan.evidence import Evidence
+from gradlift.plan.fewest_cuts import Interval, fewest_cuts
+from gradlift.plan.graph import Cut, Graph
+from gradlift.plan.histogram import is_wide
+from gradlift.plan.observations import ProbedTensor
+from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent
+from gradlift.policy import LARGEST_EXPONENT
 
-
-def choose(
-    graph: Graph,
-    histograms: Sequence[Histogram | None],
-    *,
-    format: str | Format = "float16",
-    tolerance: float = 1e-3,
-    headroom: int = 3,
-    last: Plan | None = None,
-    forecast: Sequence[int] | None = None,
-    recent: Sequence[int | None] | None = None,
-    rule: Zhao2019 | None = None,
-    cut_statistics: Sequence[CutStatistics] = (),
-    loss_exponent: int | None = None,
-) -> Plan:
-    """An exponent for every component.
-
-    The last plan's exponents stay while each lies in its interval, no region of them could rise
-    by more than ``headroom`` + 1 bits, and no cut could be saved with a bit to spare on both
-    sides. A probe whose loss was not finite says nothing: do not plan from it.
-
-    Args:
-        graph: components and cuts.
-        histograms: what the probe saw of each component, in the graph's order; None where
-            nothing was recorded, which leaves the last plan's interval in force.
-        format: the format gradients are stored in, where the component does not say otherwise.
-        tolerance: fraction of the magnitude of each tensor that may be flushed.
-        headroom: bits to keep free above the largest gradient seen.
-        last: the plan in force; its components are recognised by their modules.
-        forecast: bits by which each component's largest gradient is expected to grow until the
-            next plan, from ``growth``.
-        recent: floor(log2) of the largest gradient that other looks of late have shown of each
-            component, None where they have shown nothing. What moves with the loss is followed in
-            every step anyway, and where overflow saturates no room is kept.
-        rule: the paper's rule instead of the range rule. ``tolerance`` is then its threshold,
-            and intervals serve as ceilings alone.
-        cut_statistics: what the probe saw for it; without any the last exponents stay, below those.
-        loss_exponent: the exponent of the loss, where something else decides it.
-    """
-    count = len(graph.components)
-    _check(count, histograms, tolerance, headroom, forecast, recent)
-    format = get(format)
-    formats = [get(c.format or format) for c in graph.components]
-    before = _before(graph, last)
-    spread = _spread(graph, histograms)
-    grown = forecast or [0] * count
-    recent = [
-        None if recent is None or i in graph.pinned or formats[i].saturates else recent[i]
-        for i in range(count)
-    ]
-    histograms = [
-        histogram and histogram.beside(peak)
-        for histogram, peak in zip(histograms, recent, strict=True)
-    ]
-    loss = MAX_EXPONENT if last is None else last.global_exponent
-    found = [
-        _bounds(
-            histograms[i],
-            formats[i],
-            before[i],
-            i in spread,
-            tolerance,
-            headroom,
-            grown[i],
-            recent[i],
-            loss,
-        )
-        for i in range(count)
-    ]
-    found = without_what_is_lost_anyway(graph, histograms, formats, found, tolerance)
-    awaited = may_grow_by(graph, histograms)
-    found = [
-        bounds.awaiting(bits) if bits > headroom else bounds
-        for bounds, bits in zip(found, awaited, strict=True)
-    ]
-    if last is not None:
-        found = [_let_down(bounds, own, last) for bounds, own in zip(found, before, strict=True)]
-    needs = [bounds.interval.low for bounds in found]
-    if loss_exponent is not None:
-        found = _around(graph, found, loss_exponent, headroom)
-    if rule is None:
-        settled = last is not None and not last.probe_again
-        # With two bits a network quantised to 8 skipped a step that it need not have skipped.
-        worth = 1 if format.saturates else headroom
-        if loss_exponent is None:
-            found = _spared(graph, found, max(headroom - 1, 0), worth)
-        found, exponents, cuts = _by_range(graph, found, before, headroom, settled)
-    else:
-        paper = _by_formula(graph, found, before, rule, cut_statistics, tolerance, format)
-        found, exponents, cuts = _by_paper(graph, found, before, last, paper)
-    if loss_exponent is not None:
-        # What is given says nothing of what a component needs.
-        found = [
-            replace(bounds, interval=replace(bounds.interval, low=needs[i]))
-            if i == graph.loss or i in graph.pinned
-            else bounds
-            for i, bounds in enumerate(found)
-        ]
-    planned = tuple(
-        _outcome(
-            graph.components[i],
-            formats[i],
-            found[i],
-            exponents[i],
-            histograms[i],
-            before[i],
-            headroom,
-        )
-        for i in range(count)
-    )
-    name = _format_at_stake(graph, format)
-    return Plan(name, graph.loss, planned, cuts, _reasons(planned, found))
-
-
-def _format_at_stake(graph: Graph, format: Format) -> str:
-    """The plan's format, or the narrowest that occurs where no component has it."""
-    own = {get(c.format or format) for c in graph.components}
-    return format.name if format in own else min(own, key=lambda f: (f.max_exponent, f.name)).name
-
-
-def _check(
-    count: int,
-    histograms: Sequence[Histogram | None],
-    tolerance: float,
-    headroom: int,
-    forecast: Sequence[int] | None,
-    recent: Sequence[int | None] | None,
-) -> None:
-    if len(histograms) != count:
-        raise ValueError(f"{count} components need as many histograms, got {len(histograms)}")
-    if forecast is not None and len(forecast) != count:
-        raise ValueError(f"{count} components need as many forecasts, got {len(forecast)}")
-    if recent is not None and len(recent) != count:
-        raise ValueError(f"{count} components need as many recent peaks, got {len(recent)}")
-    check_limits(tolerance, headroom)
+SLACK = 2
+"""Bits that are worth neither a cut nor a new plan."""
+LARGEST_OFFSET = 100
+"""Bits by which a component may be above the loss."""
 
 
 def check_limits(tolerance: float, headroom: int) -> None:
-    """Refuses a tolerance that is no fraction, and a headroom that is no number of bits."""
+    """Refuse a tolerance that is no fraction, and a headroom that is no number of bits."""
     if not isinstance(tolerance, (int, float)) or not 0.0 <= tolerance < 1.0:
         raise ValueError(f"tolerance is a fraction from 0 to below 1, got {tolerance!r}")
     if isinstance(headroom, bool) or not isinstance(headroom, int) or not 0 <= headroom <= 15:
         raise ValueError(f"headroom is a whole number of bits from 0 to 15, got {headroom!r}")
 
 
-def _before(graph: Graph, last: Plan | None) -> list[PlannedComponent | None]:
-    """Each component in the last plan, by its modules where those are unique."""
-    known = last.components if last else ()
-    if tuple(c.modules for c in known) == tuple(c.modules for c in graph.components):
-        return list(known)
-    names = Counter(c.modules for c in known)
-    by_name = {c.modules: c for c in known if names[c.modules] == 1}
-    return [by_name.get(c.modules) for c in graph.components]
-
-
-def overflowed_first(graph: Graph, histograms: Sequence[Histogram | None]) -> list[int]:
-    """Components with inf and NaN that did not come in through a cut."""
-    spread = _spread(graph, histograms)
-    return [i for i, h in enumerate(histograms) if h and h.nonfinite and i not in spread]
-
-
-def _spread(graph: Graph, histograms: Sequence[Histogram | None]) -> set[int]:
-    """Components whose inf and NaN came in through a cut, from nearer to the loss."""
-    bad = {i for i, histogram in enumerate(histograms) if histogram and histogram.nonfinite}
-    return {
-        cut.upstream
-        for cut in graph.cuts
-        if cut.downstream in bad and cut.upstream in bad and cut.downstream != cut.upstream
-    }
-
-
-def _bounds(
-    histogram: Histogram | None,
-    format: Format,
-    before: PlannedComponent | None,
-    spread: bool,
-    tolerance: float,
-    headroom: int,
-    growth: int,
-    recent: int | None,
-    loss: int,
-) -> Bounds:
-    """What a component allows; what was seen of one that took in an inf says nothing."""
-    if histogram is None or (spread and before):
-        if before is None:
-            return Bounds(ANY)
-        return Bounds(before.interval, reserved=before.reserved)
-    found = find_bounds(
-        replace(histogram, nonfinite=0) if spread else histogram,
-        format,
-        tolerance=tolerance,
-        headroom=headroom,
-        growth=growth
-        + (0 if histogram.nonfinite else _kept_free(before, histogram, format, headroom)),
-        recent=recent,
-        known_low=_known_low(before, histogram, loss),
-    )
-    if before and histogram.peak is None and found.shown < before.interval.low:
-        # Zeros are all that it can show below what it needs.
-        return replace(found, interval=before.interval, reserved=before.reserved)
-    return found
-
-
-def _known_low(before: PlannedComponent | None, histogram: Histogram, loss: int) -> int:
-    """The lower end that still stands. One that overflowed above the loss's exponent has grown."""
-    if before is None or (histogram.nonfinite and before.exponent > loss):
-        return MIN_EXPONENT
-    return before.interval.low
-
-
-def _kept_free(
-    before: PlannedComponent | None, histogram: Histogram, format: Format, headroom: int
-) -> int:
-    """Bits for what is larger than anything in sight, less those that are in sight by now."""
-    if before is None:
-        return 0
-    peak = histogram.peak
-    free = MAX_EXPONENT if peak is None else format.max_exponent - headroom - peak
-    return math.ceil(_unexplained(before, free, headroom))
-
-
-def _unexplained(before: PlannedComponent, free: int, headroom: int) -> float:
-    """The excess over what is in sight now, where nothing above ``free`` would overflow.
-
-    A batch far larger than the one that an overflow was measured against was what overflowed, or
-    as large. A little more than that is every batch's way, and what is hidden in the component
-    grows with it.
-    """
-    rise = before.interval.high + before.reserved - free
-    return max(0.0, before.excess - rise) if rise > headroom else before.excess
-
-
-def _let_down(bounds: Bounds, before: PlannedComponent | None, last: Plan) -> Bounds:
-    """An overflow raises no upper end; one that was never measured comes down to the loss's.
-
-    What had shown nothing but zeros was where its neighbours are, and nobody knows how large it
-    has become.
-    """
-    if before is None or bounds.out_of_sight is not OutOfSight.NOT_FINITE:
-        return bounds
-    cap, loss = before.interval.high, last.global_exponent
-    if before.exponent > loss and cap == MAX_EXPONENT > bounds.interval.high:
-        cap = loss
-    return replace(bounds, interval=replace(bounds.interval, high=min(bounds.interval.high, cap)))
-
-
-def _around(graph: Graph, found: list[Bounds], loss: int, headroom: int) -> list[Bounds]:
-    """Return the bounds with the loss at a given exponent.
-
-    A component that has not overflowed there is not lowered for its headroom, nor for what is
-    reserved: one scale has no more. So no headroom is left for ``_spared``. What was not finite is
-    not raised above the loss: how far it went nobody knows.
-    """
-    fixed = {graph.loss: 0, **graph.pinned}
-    moved = []
-    for i, bounds in enumerate(found):
-        if i in fixed:
-            at = loss + fixed[i]
-            bounds = replace(bounds, interval=Interval(at, at), look=MIN_EXPONENT, asked=None)
-        elif bounds.out_of_sight is not OutOfSight.NOT_FINITE:
-            fits = bounds.interval.high + bounds.reserved + headroom
-            bounds = bounds.raised(min(loss, fits))
-        elif bounds.interval.high > loss:
-            bounds = replace(bounds, interval=replace(bounds.interval, high=loss))
-        moved.append(bounds)
-    return moved
-
-
-def _spared(graph: Graph, found: list[Bounds], most: int, worth: int) -> list[Bounds]:
-    """With upper ends raised where headroom is worth less than a cut.
-
-    A cut costs a multiplication in every step, and between probes the exponent follows the
-    gradients anyway. Where there can be no cut, small gradients get what there is: torch's scale
-    has no headroom at all.
+def choose(
+    graph: Graph,
+    evidence: Evidence,
+    *,
+    offsets: Sequence[int],
+    format: str | Format = "float16",
+    gap: int = 0,
+    tensors: Sequence[ProbedTensor] = (),
+) -> Plan:
+    """Return an exponent for every component.
 
     Args:
         graph: components and cuts.
-        found: the bounds of each.
-        most: bits of headroom that can be had.
-        worth: bits of headroom that are worth less than a cut.
+        evidence: of their gradients.
+        offsets: of the components in force.
+        format: the format that the scaler is made for.
+        gap: ``Predictive``'s gap, rounded down.
+        tensors: of a probe that the evidence has just taken in.
     """
-    worth = min(worth, most)
-    usable = [bounds.usable for bounds in found]
-    needed = max(interval.low for interval in usable)
-    lowest = min(interval.high for interval in usable)
-    held = set(graph.pinned.values()) == {0}
-    burnt = any(b.out_of_sight is OutOfSight.NOT_FINITE and b.interval.high < needed for b in found)
-    one_alone = len(graph.pinned) == len(found)
-    if not held or burnt or needed <= lowest or (needed > lowest + worth and not one_alone):
-        return found
-    return [bounds.raised(min(needed, lowest + most)) for bounds in found]
-
-
-Chosen = tuple[list[Bounds], list[int], tuple[ActiveCut, ...]]
-
-
-def _by_range(
-    graph: Graph,
-    found: list[Bounds],
-    before: Sequence[PlannedComponent | None],
-    headroom: int,
-    settled: bool,
-) -> Chosen:
-    """Every component in its interval, with the fewest active cuts."""
-    usable = [bounds.usable for bounds in found]
-    last = [planned and planned.exponent for planned in before]
-    choice = Choice(graph, usable, last, headroom)
-    exponents = choice.exponents(settled)
-    return found, exponents, active_cuts(graph, usable, exponents)
-
-
-def _by_paper(
-    graph: Graph,
-    found: list[Bounds],
-    before: Sequence[PlannedComponent | None],
-    last: Plan | None,
-    paper: PaperExponents,
-) -> Chosen:
-    """What the paper's formula gives, with its reasons or, where it has none, the last plan's."""
-    exponents = paper.exponents
-    known = {cut.name: cut.why for cut in last.active} if last else {}
+    count = len(graph.components)
+    highest = [evidence.highest(graph, component) for component in range(count)]
+    loss = loss_level(evidence, highest, get(format), gap)
+    tops = [
+        loss + LARGEST_OFFSET if top is None else min(max(top, loss), loss + LARGEST_OFFSET)
+        for top in highest
+    ]
+    levels = [loss + offset for offset in offsets]
+    unknown = [i for i in range(count) if not evidence.may_rise(graph, i)]
+    for component in unknown:
+        tops[component] = min(tops[component], levels[component])
+    for component in range(count):
+        if evidence.has_overflowed(graph, component):
+            tops[component] = loss
+    for component, pin in graph.pinned.items():
+        tops[component] = loss + pin
+    lows = _lowest(graph, evidence, tops, loss)
+    chosen = _chosen(graph, lows, tops, levels, loss, is_probed=bool(tensors))
+    reference = evidence.reference
+    errors = _errors(tensors, [level - reference for level in chosen])
+    needs = _needs(count, evidence, loss)
+    planned = tuple(
+        PlannedComponent(
+            component.modules,
+            chosen[i] - reference,
+            Interval(needs[i] - reference, tops[i] - reference),
+            errors.get(i, 0.0),
+        )
+        for i, component in enumerate(graph.components)
+    )
     cuts = tuple(
         ActiveCut(
             cut.name,
             cut.downstream,
             cut.upstream,
-            exponents[cut.upstream] - exponents[cut.downstream],
-            paper.reasons.get((cut.name, cut.downstream, cut.upstream))
-            or known.get(cut.name, "one of its sides overflowed and was lowered"),
+            chosen[cut.upstream] - chosen[cut.downstream],
+            _why(graph, cut, evidence, chosen),
         )
-        for cut in graph.active(exponents)
+        for cut in graph.active(chosen)
     )
-    # Another look at the same exponent shows the same: the formula does not climb further.
-    seen = [
-        replace(bounds, out_of_sight=None)
-        if planned
-        and planned.exponent == exponent
-        and bounds.out_of_sight is not OutOfSight.NOT_FINITE
-        else bounds
-        for bounds, planned, exponent in zip(found, before, exponents, strict=True)
-    ]
-    return seen, exponents, cuts
+    reasons = _reasons(graph, levels, chosen, needs, unknown) if tensors else ()
+    reasons += _hidden(graph, tensors, [level - reference for level in chosen])
+    return Plan(_narrowest(graph, get(format)), graph.loss, planned, cuts, reasons)
 
 
-def _by_formula(
+def _reasons(
     graph: Graph,
-    found: Sequence[Bounds],
-    before: Sequence[PlannedComponent | None],
-    rule: Zhao2019,
-    cut_statistics: Sequence[CutStatistics],
-    threshold: float,
-    format: Format,
-) -> PaperExponents:
-    ceilings = [bounds.interval.usable.high for bounds in found]
-    if cut_statistics:
-        return paper_exponents(
-            graph, cut_statistics, ceilings, rule=rule, threshold=threshold, format=format
-        )
-    own = before[graph.loss]
-    loss = own.exponent if own else 0
-    return lower(graph, [p.exponent if p else loss for p in before], ceilings)
+    before: Sequence[int],
+    chosen: Sequence[int],
+    needs: Sequence[int],
+    unknown: Sequence[int],
+) -> tuple[str, ...]:
+    """Return why another probe is to follow at once."""
+    raised = [i for i, level in enumerate(chosen) if level > before[i]]
+    waiting = [i for i in unknown if i not in graph.pinned and needs[i] > chosen[i]]
+    found = [f"{graph.components[i].name} was raised" for i in raised[:1]]
+    found += [f"{graph.components[i].name} may have to be raised" for i in waiting[:1]]
+    return tuple(found)
 
 
-def _outcome(
-    component: Component,
-    format: Format,
-    bounds: Bounds,
-    exponent: int,
-    histogram: Histogram | None,
-    before: PlannedComponent | None,
-    headroom: int,
-) -> PlannedComponent:
-    lost = 0.0 if histogram is None else _lost(histogram, format.min_subnormal - exponent)
-    excess, reserved = _excess(bounds, format, histogram, before, headroom), bounds.reserved
-    if bounds.out_of_sight is OutOfSight.NOT_FINITE:
-        reserved += math.ceil(excess)  # so that it is measured against what was in sight before
-    return PlannedComponent(component.modules, exponent, bounds.interval, lost, excess, reserved)
+def _hidden(
+    graph: Graph, tensors: Sequence[ProbedTensor], exponents: Sequence[int]
+) -> tuple[str, ...]:
+    """Return a reason to probe again if a tensor of zeros will be stored at a higher exponent."""
+    for tensor in tensors:
+        shows_nothing = tensor.histogram.zeros and not tensor.histogram.counts
+        rises = min(exponents[component] for component in tensor.components) > tensor.exponent
+        if shows_nothing and rises and tensor.is_kept and not is_wide(tensor.format):
+            name = graph.components[tensor.components[-1]].name
+            return (f"{name} has shown only zeros, at a lower exponent",)
+    return ()
 
 
-def _lost(histogram: Histogram, floor: int) -> float:
-    """The largest fraction of a tensor's magnitude that lies below 2**floor, by its share."""
-    return max(t.share * t.magnitude_below(floor) / (t.magnitude or 1.0) for t in histogram.each)
+def loss_level(evidence: Evidence, highest: Sequence[int | None], format: Format, gap: int) -> int:
+    """Return the level of the loss: ``Predictive``'s, or for an 8-bit format the lowest that any
+    component needs, since a cast that saturates shows no overflow."""
+    level = LARGEST_EXPONENT - evidence.headroom - gap
+    if format.saturates:
+        level = min([level, *(top for top in highest if top is not None)])
+    return max(level, 0)
 
 
-def _excess(
-    bounds: Bounds,
-    format: Format,
-    histogram: Histogram | None,
-    before: PlannedComponent | None,
-    headroom: int,
-) -> float:
-    """Bits to keep free for what is larger than anything in sight; a clean look takes 1/8 off."""
-    if before is None:
-        return 0.0
-    if bounds.out_of_sight is OutOfSight.NOT_FINITE and before.interval.high < MAX_EXPONENT:
-        seen, found = (it.interval.high + it.reserved for it in (before, bounds))
-        return min(max(before.excess, seen - found), float(largest_climb(format)))
-    if histogram is None or histogram.nonfinite:
-        return before.excess
-    free = bounds.interval.high + bounds.reserved
-    return max(0.0, _unexplained(before, free, headroom) - 0.125)
+def _lowest(graph: Graph, evidence: Evidence, tops: Sequence[int], loss: int) -> list[int]:
+    """Return the lowest level of each component. A tensor asks for no more than all components that
+    store it can give, and for SLACK less where that is not enough."""
+    lows = [loss] * len(tops)
+    for need in evidence.needs:
+        given = min(tops[component] for component in need.components)
+        asked = need.level if need.level <= given else given - SLACK
+        for component in need.components:
+            lows[component] = max(lows[component], min(asked, tops[component]))
+    for component, pin in graph.pinned.items():
+        lows[component] = loss + pin
+    return lows
 
 
-def _reasons(planned: Sequence[PlannedComponent], found: Sequence[Bounds]) -> tuple[str, ...]:
-    """One sentence for each kind of thing that was out of sight."""
-    names: dict[str, list[str]] = {}
-    for component, bounds in zip(planned, found, strict=True):
-        if bounds.out_of_sight is not None and bounds.helps(component.exponent):
-            names.setdefault(bounds.out_of_sight.value, []).append(component.name)
-    return tuple(
-        f"{who[0]}{f' and {len(who) - 1} more' if len(who) > 1 else ''}: {reason}"
-        for reason, who in names.items()
-    )
+def _chosen(
+    graph: Graph,
+    lows: Sequence[int],
+    tops: Sequence[int],
+    levels: list[int],
+    loss: int,
+    *,
+    is_probed: bool,
+) -> list[int]:
+    if any(levels[component] != loss + pin for component, pin in graph.pinned.items()):
+        return _with_fewest_cuts(graph, lows, tops, loss)
+    regions = graph.regions(levels)
+    best = list(levels)
+    for region in regions[1:]:
+        top, level = min(tops[i] for i in region), levels[region[0]]
+        too_low = any(levels[i] < lows[i] for i in region)
+        if level > top + SLACK or too_low or (is_probed and level < top - 2 * SLACK):
+            for i in region:
+                best[i] = top
+    if any(level < low for level, low in zip(best, lows, strict=True)):
+        return _with_fewest_cuts(graph, lows, tops, loss)
+    if is_probed and len(regions) > 1:
+        spare = [min(low + SLACK * (low > loss), top) for low, top in zip(lows, tops, strict=True)]
+        fewer = _with_fewest_cuts(graph, spare, tops, loss)
+        if len(graph.active(fewer)) < len(graph.active(best)):
+            return fewer
+    return best
+
+
+def _with_fewest_cuts(
+    graph: Graph, lows: Sequence[int], tops: Sequence[int], loss: int
+) -> list[int]:
+    if set(graph.pinned.values()) == {0} and max(lows) <= loss:
+        return [loss] * len(lows)
+    intervals = [Interval(low, top) for low, top in zip(lows, tops, strict=True)]
+    return fewest_cuts(graph, intervals, loss=loss)
+
+
+def _needs(count: int, evidence: Evidence, loss: int) -> list[int]:
+    """Return the level that each component needs; one without a need takes the loss's."""
+    found: dict[int, int] = {}
+    for need in evidence.needs:
+        for component in need.components:
+            found[component] = max(found.get(component, need.level), need.level)
+    return [found.get(component, loss) for component in range(count)]
+
+
+def _errors(tensors: Sequence[ProbedTensor], exponents: Sequence[int]) -> Mapping[int, float]:
+    """Return the largest error of a tensor in each component."""
+    found: dict[int, float] = {}
+    for tensor in tensors:
+        if tensor.is_kept:
+            for component in tensor.components:
+                error = tensor.histogram.error(exponents[component], tensor.format)
+                found[component] = max(found.get(component, 0.0), error)
+    return found
+
+
+def _narrowest(graph: Graph, format: Format) -> str:
+    """Return the scaler's format, or the narrowest one that occurs where no component has it."""
+    formats = {get(component.format or format) for component in graph.components}
+    if format in formats:
+        return format.name
+    return min(formats, key=lambda kind: (kind.max_exponent, kind.name)).name
+
+
+def _why(graph: Graph, cut: Cut, evidence: Evidence, levels: Sequence[int]) -> str:
+    """Return why the two sides of a cut differ: a pin, or a tensor that needs the higher one."""
+    for side in (cut.upstream, cut.downstream):
+        pin = graph.components[side].pinned
+        if pin and side != graph.loss:
+            return f"{graph.components[side].name} is pinned at {pin:+d} from the loss"
+    high, low = sorted((cut.upstream, cut.downstream), key=lambda side: -levels[side])
+    region = next(set(each) for each in graph.regions(levels) if high in each)
+    needs = [need for need in evidence.needs if region & set(need.components)]
+    needs = [need for need in needs if need.level > levels[low]]
+    other = f"the other side is at 2^{levels[low] - evidence.reference}"
+    if not needs:
+        return f"a tensor in {graph.components[high].name} needed it, and {other}"
+    most = max(needs, key=lambda need: need.level)
+    return f"{most.name} needs 2^{most.level - evidence.reference}, and {other}"

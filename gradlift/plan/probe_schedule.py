@@ -1,8 +1,8 @@
-"""When to look: the step of the next probe, and all that moves it.
+"""When to probe: the next probe, and everything that moves it.
 
-Early on gradients change fast: a probe follows at twice the step, and later at every interval.
-While something was out of sight one follows the other, and a graph that was not planned for brings
-the next one forward.
+Gradients change fast at first: a probe follows at twice the step, later at every interval. After a
+component was raised, one follows at once. A graph that was not planned for brings the next one
+forward.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Probes in a row that may find something out of sight before it is left for the next turn.
-MOST_IN_A_ROW = 12
+from gradlift.plan.observations import COUNT, STEP
+from gradlift.schema import LARGEST, record, row, whole
+
+MOST_IN_A_ROW = 8
+"""Probes that may follow each other at once."""
+FIRST_WAIT = 8
+"""Steps between the first two probes."""
 
 
 class ProbeSchedule:
     """The next probe; this alone moves it.
 
     Args:
-        interval: steps between probes once everything was in sight.
-        few_bits: whether there are few bits to spare, so that early probes come closer together.
+        interval: steps between two probes, but for the first ones.
     """
 
-    def __init__(self, interval: int, *, few_bits: bool) -> None:
-        self.interval, self._few_bits = interval, few_bits
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
         self.next_probe = 0
         """The first step that is to be one."""
         self.searching = False
-        """Whether the last probe had something out of sight, and another follows at once."""
+        """Whether another probe follows the last one at once."""
         self._in_a_row = 0
         self._unplanned = (-interval, 1, -interval)
         """The step probed last, how long after it an unplanned graph has to wait for the next, and
@@ -41,8 +45,12 @@ class ProbeSchedule:
         """The next probe in its turn, or in the step after ``now``."""
         self.next_probe = now + (1 if at_once else self._wait(now))
 
+    def probe_at_once(self, now: int) -> None:
+        """Probe in the next step, whose result is waited for."""
+        self.next_probe, self.searching = now + 1, True
+
     def planned(self, now: int, *, probe_again: bool) -> None:
-        """A plan was made of a probe; ``probe_again`` if something was out of its sight."""
+        """A plan was made of a probe; ``probe_again`` if the next step is to be one as well."""
         self._count(self._in_a_row + 1 if probe_again else 0)
         self.probe_after(now, at_once=self.searching)
 
@@ -69,12 +77,10 @@ class ProbeSchedule:
         self._unplanned = probed, wait, step
 
     def _wait(self, now: int) -> int:
-        """Twice the step at first, then the interval; a quarter of the steps where bits are few."""
-        early = max(now // 4, 3) if self._few_bits else max(now, 8)
-        return min(early, self.interval)
+        return min(max(now, FIRST_WAIT), self.interval)
 
     def to_dict(self) -> dict[str, Any]:
-        """What it remembers, in primitives."""
+        """Return the state in primitives."""
         return {
             "next_probe": self.next_probe,
             "in_a_row": self._in_a_row,
@@ -82,8 +88,15 @@ class ProbeSchedule:
         }
 
     def resumed(self, read: Mapping[str, Any]) -> ProbeSchedule:
-        """One that goes on from what ``to_dict`` wrote, as ``saved.PILOT`` has read it."""
-        made = ProbeSchedule(self.interval, few_bits=self._few_bits)
+        """Return a schedule that continues from a state that ``SCHEDULE`` has read."""
+        made = ProbeSchedule(self.interval)
         made._count(read["in_a_row"])
         made.next_probe, made._unplanned = read["next_probe"], read["unplanned"]
         return made
+
+
+_ANY_STEP = whole(-LARGEST)
+SCHEDULE = record(
+    next_probe=STEP, in_a_row=COUNT, unplanned=row(_ANY_STEP, COUNT, _ANY_STEP, make=tuple)
+)
+"""The check of what ``ProbeSchedule.to_dict`` wrote."""

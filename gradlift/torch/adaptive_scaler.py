@@ -2,18 +2,19 @@
 
 The loss scale is that of ``GradScaler(policy=Predictive())``. With ``layerwise=False`` or without a
 model that is all. Otherwise the engine (``engine.py``) runs backward passes at given exponents and
-records probes, the pilot (``gradlift.plan.pilot``) decides the exponents of components relative to
-the loss scale, and the controller (``controller.py``) stands between them. After a step::
+records probes, the adaptive policy (``gradlift.plan.adaptive_policy``) decides the exponents of
+components relative to the loss scale, and the controller (``controller.py``) connects them. After a
+step::
 
     largest.py       the largest gradient                  on the device, while they are checked
     policy.py        the next loss scale                   on the device
     step_record.py   gradient, scale and overflow          one copy to the host
     probe.py         the histograms, if it was a probe     likewise
-    controller.py    both, of the step DELAY before        to the pilot, waiting if it must
-                     the exponents that the pilot chooses  to the engine
+    controller.py    both, of the step DELAY before        to the policy, waiting if it must
+                     the exponents that it chooses         to the engine
 
-For 8-bit formats, which saturate and never overflow, and under the paper's rule the pilot chooses
-the loss scale as well.
+An 8-bit format saturates and never overflows: there the plan decides how much headroom
+``Predictive`` keeps. Under the paper's rule the plan decides the loss scale.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from gradlift.formats import Format, get
-from gradlift.plan import pilot
-from gradlift.plan.pilot import Pilot
+from gradlift.plan.adaptive_policy import BACKOFF, AdaptivePolicy
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
-from gradlift.policy import BACKOFF, Dynamic, Policy, Predictive, Static
+from gradlift.policy import Dynamic, Policy, Predictive, Static
 from gradlift.torch import adaptive_state, checkpoint, settings
 from gradlift.torch.adaptive import emulate as emulation
 from gradlift.torch.adaptive.controller import DELAY, Controller
@@ -67,7 +67,7 @@ def _policy(format: Format, predicts: bool, init_scale: float, headroom: int) ->
     return Dynamic(
         init_scale=init_scale,
         growth_interval=2**31 - 1,
-        backoff_factor=2.0**-pilot.BACKOFF,
+        backoff_factor=2.0**-BACKOFF,
         max_scale=2.0**96,
     )
 
@@ -94,7 +94,7 @@ class AdaptiveGradScaler(GradScaler):
         device: a device type, as for ``torch.amp.GradScaler``; by default the model's.
         format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
             that of the gradients of Linear and Conv outputs.
-        tolerance: fraction of a gradient's magnitude that may be flushed to zero.
+        tolerance: relative error that storing a gradient may cause.
         headroom: powers of two to keep free above the largest gradient.
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step. The second step runs at the scale found in the
@@ -142,8 +142,8 @@ class AdaptiveGradScaler(GradScaler):
         linear = settings.checked_functions(linear)
         kind = get(format)
         emulation.check(kind, emulate)
-        predicts = kind.name == "float16" and resolve(rule) is None
-        if model is None and not predicts:
+        predicts = kind.name != "bfloat16" and resolve(rule) is None
+        if model is None and (kind.name != "float16" or not predicts):
             raise ValueError(
                 f"format={kind.name!r} with rule={rule!r} needs the model that is trained: "
                 "AdaptiveGradScaler(model, ...)"
@@ -159,24 +159,22 @@ class AdaptiveGradScaler(GradScaler):
         self._closed = False
         self._controller: Controller | None = None
         self._format = kind.name
-        one_scale = not layerwise and (predicts or kind.name == "bfloat16")
+        one_scale = not layerwise and kind.name in ("float16", "bfloat16") and resolve(rule) is None
         if model is not None and not one_scale:
-            bits = BACKOFF if predicts else pilot.BACKOFF
-            made = Pilot(kind, tolerance, headroom, interval, layerwise, rule, bits, predicts)
+            made = AdaptivePolicy(kind, tolerance, headroom, interval, layerwise, rule)
             self._control(made, model, linear, emulate)
 
     def _control(
-        self, pilot: Pilot, model: nn.Module, linear: Iterable[type], emulate: bool | str
+        self, policy: AdaptivePolicy, model: nn.Module, linear: Iterable[type], emulate: bool | str
     ) -> None:
-        """Put a controller between the pilot and the parts."""
-        # A probe sees what the pilot's rule goes by.
-        new_probe = LayerProbe if pilot.rule is not None else lambda model: Probe()
+        """Put a controller between the adaptive policy and the engine."""
+        new_probe = LayerProbe if policy.rule is not None else lambda model: Probe()
         engine = Engine(model, linear=linear, new_probe=new_probe)
         rounding = None
-        if self._enabled and pilot.format.bits == 8:
-            rounding = emulation.Emulation(engine, pilot.format, emulate)
+        if self._enabled and policy.format.bits == 8:
+            rounding = emulation.Emulation(engine, policy.format, emulate)
         controller = self._controller = Controller(
-            pilot, engine, rounding, self._device_scale, self._overflows, emulate
+            policy, engine, rounding, self._device_scale, self._overflows, emulate
         )
         self._agreement.addition = controller
         self._check.meter = controller.largest if self._enabled else None
@@ -196,7 +194,7 @@ class AdaptiveGradScaler(GradScaler):
     @property
     def plan(self) -> Plan | None:
         """The current plan; None before the first probe has come back, and for one scale."""
-        return None if self._controller is None else self._controller.pilot.plan
+        return None if self._controller is None else self._controller.policy.plan
 
     @property
     def neutral(self) -> str | None:
@@ -242,9 +240,8 @@ class AdaptiveGradScaler(GradScaler):
     def close(self) -> None:
         """Stop watching the model; from then on it is a plain ``GradScaler``.
 
-        The scale goes on by ``Predictive``, or by torch's numbers for an 8-bit format or under the
-        paper's rule, and a state is a ``GradScaler``'s. ``plan`` stays what it was. Ranks close at
-        the same step.
+        The scale goes on by ``Predictive``, or by torch's numbers under the paper's rule, and a
+        state is a ``GradScaler``'s. ``plan`` stays what it was. Ranks close at the same step.
         """
         self._closed = True
         if self._controller is None:
@@ -377,11 +374,14 @@ class AdaptiveGradScaler(GradScaler):
             return
         saved = adaptive_state.read(state_dict[STATE_KEY])
         checkpoint.read(rest, self.policy)
+        if saved is None:
+            self._load_scale(rest)  # of a version with another planner
+            return
         if not is_same(saved.model, controller.engine.model):
             warn(ANOTHER_MODEL, "the-state-was-saved-with-another-model", UserWarning)
             self._load_scale(rest)
             return
-        copy.copy(controller.pilot).load(saved.pilot)
+        copy.copy(controller.policy).load(saved.policy)
         # The last that may refuse: names that the model does not have.
         try:
             controller.engine.pin(saved.pins)
@@ -408,7 +408,7 @@ class AdaptiveGradScaler(GradScaler):
         if controller is None:
             return state
         engine = controller.engine
-        state["_controller"] = controller.pilot, engine.model, engine.linear, controller.emulate
+        state["_controller"] = controller.policy, engine.model, engine.linear, controller.emulate
         state["_saved"] = self.state_dict() if self._enabled else None
         return state
 

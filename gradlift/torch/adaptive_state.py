@@ -12,20 +12,23 @@ import json
 from typing import Any, NamedTuple
 
 from gradlift import schema
-from gradlift.plan import saved as plan_state
+from gradlift.plan import observations
+from gradlift.plan.adaptive_policy import ADAPTIVE_POLICY
 from gradlift.schema import Mismatch, list_of, optional, record
 from gradlift.torch.adaptive.step_record import Pending
 from gradlift.torch.checkpoint import ADAPTIVE_KEY as STATE_KEY
 from gradlift.torch.model_identity import IDENTITY
 
-VERSION = 2
+VERSION = 3
+OLDER_VERSIONS = (1, 2)
+"""Their plans are of another planner: the scale is kept, and the plan is found again."""
 NAME = f"state_dict[{STATE_KEY!r}]"
 ADVICE = (
     "nothing has been changed: load another checkpoint, or leave this key out to keep the scale "
     "and find the plan anew"
 )
 
-# Steps that can be on their way to the pilot when a state is taken.
+# Steps that can be on their way to the policy when a state is taken.
 _UNDER_WAY = 8
 
 
@@ -33,10 +36,10 @@ class Saved(NamedTuple):
     """What an adaptive scaler knows."""
 
     step: int
-    pilot: dict[str, Any]
-    """As ``Pilot.to_dict`` gives it; ``Pilot.load`` checks it."""
+    policy: dict[str, Any]
+    """As ``AdaptivePolicy.to_dict`` gives it; ``AdaptivePolicy.load`` checks it."""
     pending: list[Pending]
-    """Steps that the pilot has not been told of."""
+    """Steps that the policy has not observed."""
     pins: dict[str, int]
     probing: bool
     """Whether the next step is a probe."""
@@ -57,18 +60,20 @@ def write(saved: Saved) -> str:
     return json.dumps({"version": VERSION, **rest})
 
 
-def read(state: Any) -> Saved:
-    """What ``write`` was given, from its string.
+def read(state: Any) -> Saved | None:
+    """Return what ``write`` was given, from its string; None if an older version wrote it.
 
     Raises:
         ValueError: it is damaged, or of a version that is not known here.
     """
     own = _parsed(state)
+    if isinstance(own, dict) and own.get("version") in OLDER_VERSIONS:
+        return None
     found = schema.read(_STATE, own, NAME, ADVICE)
     return Saved(
         **{
             **found,
-            "pilot": own["pilot"],
+            "policy": own["policy"],
             "pending": [Pending.from_dict(row) for row in own["pending"]],
             "wide": frozenset(found["wide"]),
         }
@@ -92,14 +97,15 @@ def _fits_together(**state: Any) -> dict[str, Any]:
 
 
 _STATE = schema.versioned(
-    v2=record(
+    v3=record(
         make=_fits_together,
-        step=plan_state.STEP,
-        pilot=plan_state.PILOT,
+        step=observations.STEP,
+        policy=ADAPTIVE_POLICY,
         pending=list_of(
-            record(record=plan_state.RECORD, survey=optional(plan_state.SURVEY)), most=_UNDER_WAY
+            record(record=observations.RECORD, result=optional(observations.PROBE_RESULT)),
+            most=_UNDER_WAY,
         ),
-        pins=schema.dict_of(schema.text, plan_state.OFFSET),
+        pins=schema.dict_of(schema.text, observations.OFFSET),
         probing=schema.flag,
         overflowed=list_of(schema.text),
         wide=list_of(schema.text),

@@ -18,7 +18,15 @@ from itertools import compress
 import torch
 
 from gradlift.torch.adaptive import passes
-from gradlift.torch.adaptive.cuts import CutHook, Gate, LeafReturn, Marks, Root, starts_at_roots
+from gradlift.torch.adaptive.cuts import (
+    CutHook,
+    Gate,
+    InnerHook,
+    LeafReturn,
+    Marks,
+    Root,
+    starts_at_roots,
+)
 from gradlift.torch.adaptive.end_returns import EndReturns, Waiting
 from gradlift.torch.adaptive.flood import flood
 from gradlift.torch.adaptive.graph import Leaves, Node, Walk, walk
@@ -137,6 +145,16 @@ class ArmedGraphs:
             written = node.metadata[self._marks.leaves] = LeafReturn()
             node.register_hook(written)
         return written
+
+    def inner_hook(self, node: Node, gate: Gate) -> InnerHook:
+        """Return the hook that counts the gradients a node takes in, for a probe with this gate."""
+        hook = node.metadata.get(self._marks.inner)
+        if hook is None:
+            hook = node.metadata[self._marks.inner] = InnerHook()
+            node.register_prehook(hook)
+        if hook.gate is not gate:
+            hook.gate, hook.rows = gate, {}
+        return hook
 
     def add_root(self, scaled: torch.Tensor, edges: list[Edge]) -> Root:
         """A root on a scaled loss, for the graph below ``edges``; without a gate yet."""

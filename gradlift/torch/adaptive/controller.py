@@ -1,13 +1,13 @@
-"""What a step teaches: to the pilot, and from there to the scale and to the engine.
+"""Shows every step to the adaptive policy, and makes the engine follow its plan.
 
-The record of a step, and its probe if it was one, are shown to the pilot DELAY steps later, waiting
-if it must: a run takes the same steps on a fast machine and on a slow one. While the first exponent
+The policy observes the record of a step, and its probe if it was one, DELAY steps later, waiting if
+it must: a run takes the same steps on a fast machine and on a slow one. While the first exponent
 is being looked for there is no delay: a wait costs less than a step at a scale that flushes or
 overflows. Nor is there after an overflow, which is waited for anyway: the steps since then may have
 overflowed too, and the device has lowered the scale for each of them.
 
-The pilot is a pure function of what it is shown. What several ranks show theirs they agree on
-first, see ``ranks/adaptive_ranks.py``.
+The policy is a pure function of its observations. Several ranks agree on these first, see
+``ranks/adaptive_ranks.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradlift.plan.adaptive_policy import AdaptivePolicy
 from gradlift.plan.observations import Record
-from gradlift.plan.pilot import Pilot
+from gradlift.policy import Predictive
 from gradlift.printable import printable
 from gradlift.torch.adaptive.emulate import Emulation
 from gradlift.torch.adaptive.engine import Engine
@@ -61,28 +62,28 @@ class Controller:
     """Steps in, scale and exponents out; alone moves the next probe.
 
     Args:
-        pilot: decides.
+        policy: decides.
         engine: runs the backward passes and records the probes.
         emulation: rounds gradients to an 8-bit format, if any.
-        scale: what the pilot's shifts act on.
+        scale: what the policy's shifts act on.
         overflows: names the parameters that overflowed.
         emulate: the user's setting, which must be equal on all ranks.
     """
 
     def __init__(
         self,
-        pilot: Pilot,
+        policy: AdaptivePolicy,
         engine: Engine,
         emulation: Emulation | None,
         scale: DeviceScale,
         overflows: OverflowReport,
         emulate: bool | str,
     ) -> None:
-        self.pilot, self.engine, self.emulation = pilot, engine, emulation
+        self.policy, self.engine, self.emulation = policy, engine, emulation
         self.largest = ProbedGradients(engine)
         self.captured: Captured | None = None
         self.pending: deque[Pending] = deque()
-        """Steps that the pilot has not been shown yet."""
+        """Steps that the policy has not observed yet."""
         self.step_number = 0
         self.emulate = emulate
         self._scale, self._overflows = scale, overflows
@@ -105,7 +106,7 @@ class Controller:
                 + see("this-step-is-a-probe-and-cannot-be-captured")
             )
         if self.emulation is not None:
-            calibrating = self.pilot.plan is None and probing
+            calibrating = self.policy.plan is None and probing
             self.emulation.begin(self.step_number, calibrating=calibrating)
         if self.engine.watch.hook is not None:
             self.engine.check(loss)
@@ -172,9 +173,8 @@ class Controller:
         ranks: Ranks | None,
         recorders: Iterable[Recorder],
     ) -> None:
-        """Put the step into the queue, and show the pilot those whose turn has come."""
+        """Put the step into the queue, and show the policy those whose turn has come."""
         pending = Pending(self.step_number, sent, probe)
-        pending.weighted = bool(self.largest.offsets)
         pending.uncut = self.engine.uncut
         if ranks is not None:
             layout = self._columns.end()
@@ -185,7 +185,9 @@ class Controller:
         self._has_ranks = ranks is not None
         self.pending.append(pending)
         overflowed = False
-        while len(self.pending) > DELAY or (self.pending and (overflowed or self.pilot.searching)):
+        while len(self.pending) > DELAY or (
+            self.pending and (overflowed or self.policy.needs_more_probes)
+        ):
             overflowed |= self.learn(self.pending.popleft(), ranks, recorders)
         self.step_number += 1
         self.engine.step_armed = False
@@ -200,59 +202,54 @@ class Controller:
     def learn(
         self, arrived: Pending, ranks: Ranks | None, recorders: Iterable[Recorder] = ()
     ) -> bool:
-        """Show the pilot a step, and do what it says; returns whether it had overflowed."""
+        """Show the policy a step, and follow it; return whether the step had overflowed."""
         if ranks is not None and not self._share(arrived, ranks):
             return False
         record = arrived.record()
-        survey = arrived.survey(record.exponent)
-        if self.pilot.follows and (survey is not None or record.overflow):
+        result = arrived.result(record.exponent)
+        if isinstance(self._scale.policy, Predictive) and (result is not None or record.overflow):
             # Rare, and waited for anyway.
-            record = replace(record, went_on=exponent_of(self._scale.scale))
-        if survey is not None:
+            record = replace(record, gap=math.floor(self._scale.peak_and_gap()[1]))
+        if result is not None:
             self.engine.probes.peaks.warn()
         # Reading the report waits for the device, but only after an overflow.
-        asks = record.overflow and survey is None
-        shift = self.pilot.saw(
-            record,
-            self.step_number,
-            survey,
-            overflowed=self._overflowed_anywhere(ranks) if asks else [],
-            blind=self.pilot.plan is None and (arrived.probed or not self._can_watch(arrived)),
-        )
+        asks = record.overflow and result is None
+        overflowed = self._overflowed_anywhere(ranks) if asks else []
+        shift = self.policy.observe(record, self.step_number, result, overflowed)
         if shift:
             self._scale.shift_(shift)
         for recorder in recorders:
-            self._tell(recorder, arrived, record, survey is not None, shift)
-        if survey or record.overflow:
+            self._tell(recorder, arrived, record, result is not None, shift)
+        if result or record.overflow:
             self._follow()
         return record.overflow
 
     def _follow(self) -> None:
-        """The engine follows the pilot, if it does not already."""
-        offsets, plan = self.pilot.offsets, self.pilot.plan
+        """Make the engine follow the plan, if it does not already."""
+        offsets, plan, policy = self.policy.offsets, self.policy.plan, self._scale.policy
+        if isinstance(policy, Predictive) and policy.headroom != self.policy.loss_headroom:
+            self._scale.policy = replace(policy, headroom=self.policy.loss_headroom)
         # While probe comes after probe the plan moves, and compiling for it would be in vain.
-        settled = plan is not None and self.pilot.schedule.next_probe > self.step_number + 1
+        settled = plan is not None and self.policy.schedule.next_probe > self.step_number + 1
         active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
         if (offsets, active) != (self.engine.offsets, self.engine.followed.active_keys):
             self.engine.follow(offsets, active)
-        own = self.pilot.parameter_offsets
-        if own != self.largest.offsets and not self.pilot.follows:
-            self.largest.offsets = own
+
+        self.largest.offsets = self.policy.parameter_offsets
 
     def _tell(
         self, recorder: Recorder, arrived: Pending, record: Record, probed: bool, shift: int
     ) -> None:
         """What a recorder cannot see for itself: probes, and plans with their reason."""
         modules = arrived.modules(record.exponent, self.engine.watch.names.order) if probed else ()
-        moved = shift or self.pilot.offsets != self.engine.offsets
-        if record.amax is not None and not arrived.weighted and not self.pilot.follows:
-            recorder.measured(self.step_number - record.step, record.amax)
+        moved = shift or self.policy.offsets != self.engine.offsets
+        if record.largest is not None and not isinstance(self._scale.policy, Predictive):
+            recorder.measured(self.step_number - record.step, record.largest)
         if modules:
             recorder.probed(self.step_number - record.step, modules)
-        if moved and self.pilot.plan is not None:
-            why = "an overflow" if record.overflow else "the trend of the parameter gradients"
-            why = f"a probe of step {record.step}" if probed else why
-            recorder.planned(plan_change(self.pilot.plan, why))
+        if moved and self.policy.plan is not None:
+            why = f"a probe of step {record.step}" if probed else "an overflow"
+            recorder.planned(plan_change(self.policy.plan, why))
 
     def overflowed(self) -> list[str]:
         """The parameters that held the last overflow, from before a checkpoint if none is newer."""
@@ -261,19 +258,19 @@ class Controller:
     def _overflowed_anywhere(self, ranks: Ranks | None) -> list[str]:
         if ranks is None:
             return self.overflowed()
-        owners, device = self.pilot.owners, self._scale.device
+        owners, device = self.policy.component_of_parameter, self._scale.device
         return adaptive_ranks.overflowed_anywhere(self.overflowed(), owners, ranks, device)
 
     # The next probe.
 
     def probe_now(self) -> None:
         """Make the step under way a probe, unless something stands against it."""
-        self.pilot.schedule.probe_by(self.step_number)
+        self.policy.schedule.probe_by(self.step_number)
         self._probe_if_due()
 
     def _probe_if_due(self) -> None:
         """Make the next step a probe, unless one is on its way or exponents are pinned."""
-        schedule = self.pilot.schedule
+        schedule = self.policy.schedule
         if self.step_number < schedule.next_probe and not self.engine.unplanned:
             return
         waiting = any(pending.probed for pending in self.pending)
@@ -324,8 +321,6 @@ class Controller:
             engine.probes.current,
             engine.unplanned,
             engine.uncut,
-            # Asked only as long as it matters: to find out takes a walk over all modules.
-            self.pilot.plan is not None or engine.watch.can_watch,
         )
 
     def received(self, columns: Tensor, disputed: Tensor) -> None:
@@ -342,10 +337,10 @@ class Controller:
 
     def _course(self) -> tuple[Any, ...]:
         """What moves the exponents on, and must be equal on all ranks as they are."""
-        pilot = self.pilot
-        settings = pilot.format.name, pilot.tolerance, pilot.headroom, pilot.schedule.interval
-        settings += (pilot.above.layerwise, name_of(pilot.rule), self.emulate)
-        now = self.step_number, pilot.schedule.next_probe, self.engine.probing
+        policy = self.policy
+        settings = policy.format.name, policy.tolerance, policy.headroom, policy.schedule.interval
+        settings += (policy.layerwise, name_of(policy.rule), self.emulate)
+        now = self.step_number, policy.schedule.next_probe, self.engine.probing
         return *now, *settings
 
     def difference(self, rows: list[list[float]], ranks: Ranks) -> str | None:
@@ -367,7 +362,7 @@ class Controller:
             arrived.probe = None
         else:
             assert layout is not None
-            new = Probe if self.pilot.rule is None else LayerProbe
+            new = Probe if self.policy.rule is None else LayerProbe
             arrived.probe = adaptive_ranks.shared(
                 arrived.probe, layout, agreed.alike, ranks, self._scale.device, new
             )
@@ -375,13 +370,8 @@ class Controller:
             self._planned_at = self.step_number
         # A graph that was unplanned before the latest plan may well be in it.
         if agreed is not None and agreed.unplanned and arrived.step > self._planned_at:
-            self.pilot.schedule.met_unplanned(self.step_number + 1)
+            self.policy.schedule.met_unplanned(self.step_number + 1)
         return agreed is None or not agreed.disputed
-
-    def _can_watch(self, arrived: Pending) -> bool:
-        """Whether some rank can look at outputs."""
-        agreed = arrived.agreed
-        return self.engine.watch.can_watch if agreed is None else bool(agreed.watches)
 
     # Checkpoints.
 
@@ -389,7 +379,7 @@ class Controller:
         """All that a plan rests on."""
         return Saved(
             self.step_number,
-            self.pilot.to_dict(),
+            self.policy.to_dict(),
             list(self.pending),
             self.engine.pins,
             self.engine.probing or any(p.unshared for p in self.pending),
@@ -402,14 +392,14 @@ class Controller:
 
     def load(self, saved: Saved) -> None:
         """Go on from there; what may refuse it was asked before."""
-        self.pilot.load(saved.pilot)
+        self.policy.load(saved.policy)
         # It may have been saved with a longer interval than this scaler's.
-        self.pilot.schedule.probe_by(saved.step + self.pilot.schedule.interval)
+        self.policy.schedule.probe_by(saved.step + self.policy.schedule.interval)
         self.step_number, self.pending, self._planned_at = saved.step, deque(saved.pending), -1
         self._loaded_overflowed = saved.overflowed
         self.engine.take()
         followed = self.engine.followed
-        followed.probed.learn_saved(saved.pilot["graph"], saved.pilot["owners"])
+        followed.probed.learn_saved(saved.policy["graph"], saved.policy["component_of_parameter"])
         self.engine.probes.wide, followed.changes = saved.wide, saved.changes
         self._follow()
         self._begin_random()
@@ -421,9 +411,3 @@ class Controller:
         self.pending.clear()
         self.engine.take()
         self.probe_now()
-
-
-def exponent_of(scale: Tensor | None) -> int:
-    """Return floor(log2) of the scale; waits for the device."""
-    assert scale is not None
-    return math.frexp(scale.item())[1] - 1

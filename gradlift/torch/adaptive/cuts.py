@@ -1,11 +1,12 @@
 """Gradients at their component's exponent: hooks that multiply by powers of two.
 
-Three kinds of hooks, all of them on nodes of the autograd graph, so that they live and die with
+Four kinds of hooks, all of them on nodes of the autograd graph, so that they live and die with
 it and nothing is ever left on the model, its parameters or its modules::
 
     CutHook     on a module's output: multiplies by 2**(E(upstream) - E(downstream))
     LeafReturn  on a node that feeds leaves: multiplies what goes to them by 2**-E, back to the
                 global scale, in the leaf's own dtype and before any hook of the user's
+    InnerHook   on any other node, during a probe: counts the gradients that it takes in
     Root        on the scaled loss: opens the gate of its graph for one backward pass
 
 A gate holds the numbers of the passes in which its graph's hooks may act: a graph that was kept
@@ -170,6 +171,25 @@ class LeafReturn:
         self.gate, self.shift, self.positions, self.rows = gate, shift, positions, {}
 
 
+class InnerHook:
+    """A hook on a node that counts the gradients it takes in, during a probe."""
+
+    __slots__ = ("gate", "rows")
+
+    def __init__(self) -> None:
+        self.gate: Gate | None = None
+        self.rows: dict[int, int] = {}
+
+    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        gate = self.gate
+        if gate is None or gate.probe is None or makes_a_graph() or not gate.is_open():
+            return
+        for slot, row in self.rows.items():
+            grad = grads[slot]
+            if grad is not None:
+                gate.probe.record(row, grad)
+
+
 class Root:
     """A tensor hook on a scaled loss: opens its graph's gate when the pass is as planned."""
 
@@ -215,13 +235,14 @@ class Root:
 class Marks:
     """What an engine writes into the nodes' metadata, under keys of its own."""
 
-    __slots__ = ("_placed", "cuts", "leaves", "root", "rounded", "views")
+    __slots__ = ("_placed", "cuts", "inner", "leaves", "root", "rounded", "views")
 
     def __init__(self, owner: int) -> None:
         self._placed: weakref.WeakSet[CutHook] = weakref.WeakSet()
         self.root = f"gradlift.{owner}.root"
         self.cuts = f"gradlift.{owner}.cuts"
         self.leaves = f"gradlift.{owner}.leaves"
+        self.inner = f"gradlift.{owner}.inner"
         self.views = f"gradlift.{owner}.views"
         self.rounded = f"gradlift.{owner}.rounded"
 

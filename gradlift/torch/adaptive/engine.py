@@ -320,7 +320,15 @@ class Engine:
         if probe is not None:
             names = self.watch.names
             named = {**names.of_parameter, **gathered_parameters(self.model, names)}
-            probe.attach(found, keys, offsets, named, self.armed.leaf_return)
+            armed = self.armed
+            probe.attach(
+                found,
+                keys,
+                offsets,
+                named,
+                armed.leaf_return,
+                lambda node: armed.inner_hook(node, gate),
+            )
             self.probes.note_wide(probe)
             probe.attach_rounded(found, offsets, gate, self.marks.rounded)
         return waiting

@@ -1,7 +1,7 @@
-"""The largest gradient of a step as the planner wants it.
+"""The largest gradient of a step of a model that is probed.
 
-The probes show which gradients are computed in float32. Where the planner moves the loss scale
-itself (8-bit formats, the paper's rule), a gradient counts as its component stores it.
+A gradient counts as its component stores it: 2**offset times as large, relative to the loss. So
+``Predictive`` lowers the loss scale before a raised component overflows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ProbedGradients(LargestGradients):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.offsets: Mapping[str, int] = NONE
-        """By name, of the parameters whose component is above the loss's exponent."""
+        """By name, of the parameters whose component is above the loss."""
         self._engine = engine
 
     def meet(self, optimizer: Optimizer, rows: list[int]) -> None:
@@ -44,7 +44,7 @@ class ProbedGradients(LargestGradients):
         """Return which of the optimizer's parameters count, and how much."""
         engine, offsets = self._engine, self.offsets
         if offsets and (engine.neutral or engine.pins):
-            # A step that runs neutral has all of them at the loss's exponent.
+            # A step that runs neutral has all of them at the loss scale.
             offsets = NONE
         names = engine.watch.names.of_parameter
         return self._rows.of(optimizer, Known(engine.probes.wide, offsets, names))

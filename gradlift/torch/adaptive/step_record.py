@@ -1,4 +1,4 @@
-"""What every step tells the pilot, on its way from the device to the host.
+"""What every step tells the adaptive policy, on its way from the device to the host.
 
 Four numbers: the scale, the largest gradient that can overflow, whether something did, and whether
 the loss was bad; and the probe, if the step was one.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradlift.plan.observations import Record, Survey
+from gradlift.plan.observations import ProbeResult, Record
 from gradlift.report.records import ModuleRecord
 from gradlift.torch.probe.probe import Probe
 from gradlift.torch.ranks.adaptive_ranks import AgreedColumns
@@ -32,14 +32,12 @@ class Pending:
     """As ``to_dict`` gave it, if it comes from a checkpoint."""
     layout: Layout | None = None
     """What the ranks were told of the probe, until it is made that of all of them."""
-    weighted: bool = False
-    """Whether the largest gradient is not the largest true one, see ``counted_rows.py``."""
     uncut: bool = False
     """See ``Record.uncut``; of this rank."""
 
     @property
     def probed(self) -> bool:
-        return self.probe is not None or bool(self.saved and self.saved["survey"])
+        return self.probe is not None or bool(self.saved and self.saved["result"])
 
     @property
     def unshared(self) -> bool:
@@ -75,13 +73,13 @@ class Pending:
             uncut=uncut,
         )
 
-    def survey(self, exponent: int) -> Survey | None:
-        """What a probed step showed, None if nothing was recorded."""
+    def result(self, exponent: int) -> ProbeResult | None:
+        """Return the result of the probe; None if nothing was recorded."""
         if self.saved:
-            return self.saved["survey"] and Survey.from_dict(self.saved["survey"])
+            return self.saved["result"] and ProbeResult.from_dict(self.saved["result"])
         if self.probe is None or self.probe.empty:
             return None
-        return self.probe.survey(exponent)
+        return self.probe.result(exponent)
 
     def modules(self, exponent: int, order: Mapping[str, int]) -> tuple[ModuleRecord, ...]:
         """What a probed step showed of each module; nothing if it comes from a checkpoint.
@@ -96,14 +94,14 @@ class Pending:
 
     def to_dict(self) -> dict[str, Any]:
         record = self.record()
-        survey = None if self.unshared else self.survey(record.exponent)
-        return {"record": vars(record), "survey": survey and survey.to_dict()}
+        result = None if self.unshared else self.result(record.exponent)
+        return {"record": vars(record), "result": result and result.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Pending:
         record = Record(**data["record"])
-        if data["survey"]:
-            Survey.from_dict(data["survey"])
+        if data["result"]:
+            ProbeResult.from_dict(data["result"])
         return cls(record.step, None, None, dict(data))
 
 

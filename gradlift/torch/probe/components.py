@@ -22,7 +22,6 @@ class Components:
         """The loss's; always its own root."""
         self._of_key: dict[str, int] = {}
         self._held: set[int] = set()
-        self._formats: dict[int, set[str]] = {}
         self._roots: list[int] | None = None
 
     def enter(self, keys: Iterable[str], known: int | None = None) -> int:
@@ -44,10 +43,6 @@ class Components:
     def hold(self, component: int) -> None:
         """It runs at the global scale."""
         self._held.add(component)
-
-    def note_formats(self, component: int, formats: Iterable[str]) -> None:
-        """Gradients in these formats stay inside of it, past no cut."""
-        self._formats.setdefault(component, set()).update(formats)
 
     # All of them together, by root.
 
@@ -78,10 +73,3 @@ class Components:
     def held(self) -> set[int]:
         """Those that run at the global scale."""
         return {self.roots[component] for component in self._held}
-
-    def inside(self) -> dict[int, set[str]]:
-        """The formats of the gradients inside each, past no cut."""
-        inside: dict[int, set[str]] = {}
-        for component, formats in self._formats.items():
-            inside.setdefault(self.roots[component], set()).update(formats)
-        return inside

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from gradlift.plan.observations import Survey
+from gradlift.plan.observations import ProbeResult
 from gradlift.torch.adaptive.cuts import CutHook
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.names import Names
@@ -62,9 +62,10 @@ class LayerProbe(Probe):
         offsets: list[int],
         parameters: Mapping[int, str],
         leaf_return: Callable[[Any], Any],
+        inner_hook: Callable[[Any], Any],
     ) -> None:
         """Gives every cut and leaf edge its row, and looks at the weights of the layers."""
-        super().attach(walk, keys, offsets, parameters, leaf_return)
+        super().attach(walk, keys, offsets, parameters, leaf_return, inner_hook)
         for edge in walk.cuts:
             name, output = edge.cut.names[0]
             if edge.cut.row is not None and not output:
@@ -87,7 +88,7 @@ class LayerProbe(Probe):
     def record(self, row: int, grad: torch.Tensor) -> None:
         """Counts one gradient and adds up its moments; nothing waits for the device."""
         super().record(row, grad)
-        if self.rows[row].upstream is not None:
+        if self.rows[row].upstream is not None and not self.rows[row].is_inner:
             grad = dense(grad)
             if grad.numel():
                 self._gradients.add(row, grad)
@@ -98,10 +99,10 @@ class LayerProbe(Probe):
         for sums in self.sums:
             sums.send()
 
-    def survey(self, exponent: int) -> Survey:
+    def result(self, exponent: int) -> ProbeResult:
         """``Probe``'s, with what was seen at every cut."""
         return replace(
-            super().survey(exponent), cut_statistics=tuple(self._cut_statistics(exponent))
+            super().result(exponent), cut_statistics=tuple(self._cut_statistics(exponent))
         )
 
     def _cut_statistics(self, exponent: int) -> Iterator[CutStatistics]:

@@ -1,10 +1,9 @@
-"""What the gradients look like: exponent histograms, counted where the gradients are.
+"""Probes: histograms of every gradient that a backward pass stores, counted on its device.
 
-During a probe every cut counts the exponents of the gradient that passes it, and every edge
-into a leaf those of the leaf's gradient, into one row of 256 counts each (``rows.py`` says which
-gradient has which row, ``counting.py`` counts). The rows stay on the device of their gradients.
-``send`` starts one copy to the host for each device and returns at once; ``survey`` waits for it
-and gives the planner what it needs (``survey.py``).
+Each gradient has a row of 256 counts: at a cut, at an edge into a leaf, and between two operations
+(``rows.py`` assigns the rows, ``counting.py`` counts). ``send`` starts one copy to the host for
+each device and returns at once. ``result`` waits for it and gives the planner its input
+(``result.py``).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 
 from gradlift.plan.histogram import BINS, Histogram
-from gradlift.plan.observations import Survey
+from gradlift.plan.observations import ProbeResult
 from gradlift.torch.probe.counting import count_exponents, dense
 from gradlift.torch.probe.moments import Sums
+from gradlift.torch.probe.result import result_of
 from gradlift.torch.probe.rows import FORMATS, GradientRows, Row
-from gradlift.torch.probe.survey import survey_of
 from gradlift.torch.ranks.reductions import Reduction
 
 
@@ -66,19 +65,19 @@ class Probe(GradientRows):
         self.counts = {counts.device: counts} if bool(counts.any()) else {}
         self._sent = [(counts, None)]
 
-    def survey(self, exponent: int) -> Survey:
-        """The graph and what was seen in it; waits for the copy.
+    def result(self, exponent: int) -> ProbeResult:
+        """Return the graph and its gradients; waits for the copy.
 
         Args:
             exponent: log2 of the loss scale in the step that was probed.
         """
-        return survey_of(self, self.records(exponent), self.reduction)
+        return result_of(self, self.records(exponent), exponent, self.reduction)
 
     def tensors(self, exponent: int) -> dict[str, Histogram]:
         """A histogram for each cut's key and each parameter's name; waits for the copy."""
         found: dict[str, Histogram] = {}
         for row, histogram in self.records(exponent):
-            if row.rounded:
+            if row.rounded or row.is_inner:
                 continue
             known = found.get(row.key)
             found[row.key] = Histogram.merge((known, histogram)) if known else histogram
@@ -95,7 +94,10 @@ class Probe(GradientRows):
             self.send()
         for row, counts in zip(self.rows, self.bins(), strict=True):
             if row.format is not None and any(counts):
-                yield row, Histogram.from_bins(counts, exponent + row.offset, row.format)
+                format = row.rounded or row.format
+                if row.from_half:
+                    format = "float16"  # computed in it, whatever the leaf's format is
+                yield row, Histogram.from_bins(counts, exponent + row.offset, format)
 
     def bins(self) -> list[list[int]]:
         """256 counts for each row, from all devices; waits for the copy."""

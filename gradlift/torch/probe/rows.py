@@ -5,7 +5,7 @@ A row holds one gradient at one offset: what was stored at different exponents c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from gradlift.formats import Format
 from gradlift.torch.adaptive.cuts import CutHook, Gate
 from gradlift.torch.adaptive.graph import Walk
 from gradlift.torch.probe.components import Components
-from gradlift.torch.probe.shares import Goal, goals_of
+from gradlift.torch.probe.inner import inner_gradients
 
 FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """By dtype; all others count as float32."""
@@ -36,13 +36,15 @@ class Row:
     """The format it was stored in, once seen."""
     half_leaf: bool = False
     """Whether it is a leaf's gradient that is stored in float16, at the global scale."""
+    from_half: bool = False
+    """Whether it is a leaf's gradient that a float16 operation computes."""
     rounded: Format | None = None
     """The format it is rounded to inside its component, see ``emulate.py``."""
+    is_inner: bool = False
+    """Whether it passes between two operations of one component."""
     terms: int = 0
     """Products in one element of the input gradient of the layer behind a cut, where a rule asks
     for them and knows the layer's weight."""
-    goals: tuple[Goal, ...] = ()
-    """What a cut's gradient goes on to, in order."""
 
 
 class GradientRows:
@@ -65,10 +67,10 @@ class GradientRows:
         offsets: list[int],
         parameters: Mapping[int, str],
         leaf_return: Callable[[Any], Any],
+        inner_hook: Callable[[Any], Any],
     ) -> None:
-        """Gives every cut and leaf edge of an armed graph its row."""
+        """Give every gradient that an armed graph stores its row."""
         components = self._numbers = self._number_components(walk, keys)
-        names: dict[tuple[Any, int], str] = {}
         for edge in walk.cuts:
             key, offset = keys[edge.cut][0], offsets[edge.downstream]
             down, up = components[edge.downstream], components[edge.upstream]
@@ -80,32 +82,16 @@ class GradientRows:
             key = parameters.get(id(edge.leaf), f"leaf {number} of component {own}")
             row = self._row(key, offsets[edge.component], own, None)
             self._homes.setdefault(key, set()).add(own)
-            names[edge.node, edge.position] = key
             leaf_return(edge.node).rows[edge.position] = row
             self.rows[row].half_leaf = edge.leaf.dtype is torch.float16
             formats = formats_of(edge.node) | {FORMATS.get(edge.leaf.dtype, "float32")}
+            self.rows[row].from_half |= "float16" in formats
             # A parameter with several uses comes out of a narrow format if one of them does.
             self.note_leaf(key, is_wide=formats == {"float32"})
-        self._note_goals(walk, keys, names)
-        for node, component in zip(walk.nodes, walk.component_of, strict=True):
-            cut = walk.cut_slots.get(node, ())
-            self.components.note_formats(components[component], formats_of(node, cut))
-
-    def _note_goals(
-        self,
-        walk: Walk,
-        keys: Mapping[CutHook, tuple[str, ...]],
-        leaves: Mapping[tuple[Any, int], str],
-    ) -> None:
-        met = {edge.cut for edge in walk.cuts}
-        slots = [
-            (node, slot, cut) for node, on in walk.cut_slots.items() for slot, cut in on.items()
-        ]
-        cuts = {(node, slot): keys[cut][0] for node, slot, cut in slots if cut in met}
-        for node, _, cut in slots:
-            if cut in met:
-                row = self.rows[cut.row]
-                row.goals = tuple(sorted({*row.goals, *goals_of(node, leaves, cuts)}))
+        for name, node, slot, component in inner_gradients(walk, keys):
+            row = self._row(name, offsets[component], components[component], components[component])
+            self.rows[row].is_inner = True
+            inner_hook(node).rows[slot] = row
 
     def note_leaf(self, key: str, *, is_wide: bool) -> None:
         """A leaf was met, whose gradient is computed in float32 alone or is not."""
@@ -121,7 +107,7 @@ class GradientRows:
     @property
     def passed_cuts(self) -> bool:
         """Whether a module's output was in the graphs."""
-        return any(row.upstream is not None for row in self.rows)
+        return any(row.upstream is not None and not row.is_inner for row in self.rows)
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -170,7 +156,7 @@ class GradientRows:
         found: dict[str, set[str | None]] = {}
         first, roots = self.components.first_keys(), self.components.roots
         for row in self.rows:
-            if row.upstream is not None and not row.rounded:
+            if row.upstream is not None and not row.rounded and not row.is_inner:
                 found.setdefault(row.key, set()).add(first[roots[row.downstream]])
         return found
 
@@ -191,14 +177,6 @@ class GradientRows:
         return self._wide.get(leaf, False)
 
 
-def formats_of(node: Any, without: Container[int] = ()) -> set[str]:
-    """The formats of the gradients that flow into a node, as far as torch tells.
-
-    Half-precision gradients may live between two ops of a component and never meet a cut.
-
-    Args:
-        node: an autograd node.
-        without: slots to leave out.
-    """
-    slots = enumerate(getattr(node, "_input_metadata", ()))
-    return {FORMATS.get(slot.dtype, "float32") for n, slot in slots if n not in without}
+def formats_of(node: Any) -> set[str]:
+    """Return the formats of the gradients that flow into a node, as far as torch tells."""
+    return {FORMATS.get(slot.dtype, "float32") for slot in getattr(node, "_input_metadata", ())}

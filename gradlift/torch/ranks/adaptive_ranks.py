@@ -1,7 +1,7 @@
 """What the adaptive scalers of several ranks tell each other.
 
-The pilot is a pure function of what it is shown, so ranks that are shown the same decide the
-same. What it is shown comes from three places::
+The adaptive policy is a pure function of its observations, so ranks that observe the same decide
+the same. Observations come from three places::
 
     every step   whether a graph was unplanned or no cut acted, the layout of a probe (as a hash):
                  columns of the step's own agreement, no message of their own
@@ -35,7 +35,7 @@ from gradlift.torch.step.readback import capturing
 from gradlift.troubleshooting import see
 
 # What a rank adds to its row of the agreement.
-LAYOUT, UNPLANNED, UNCUT, WATCHES = range(ADDED)
+LAYOUT, UNPLANNED, UNCUT = range(ADDED)
 
 NO_PROBE = -1
 
@@ -48,7 +48,6 @@ class AgreedColumns(NamedTuple):
     layout_high: float
     unplanned: float
     uncut: float
-    watches: float
     layout_low: float
     disputed: float
 
@@ -82,7 +81,7 @@ class AdaptiveColumns:
         return self._hashed[2]
 
     def write(
-        self, device: torch.device, probe: Probe | None, unplanned: bool, uncut: bool, watches: bool
+        self, device: torch.device, probe: Probe | None, unplanned: bool, uncut: bool
     ) -> Tensor:
         """This rank's columns: float64 [ADDED].
 
@@ -91,11 +90,10 @@ class AdaptiveColumns:
             probe: the one that the step is part of.
             unplanned: whether a graph came along that the plan was not made for.
             uncut: whether no cut acted.
-            watches: whether outputs can be looked at.
         """
         self.layout = None if probe is None else Layout.of(probe)
         layout = NO_PROBE if self.layout is None else self.layout.digest()
-        return self._form(device, (layout, int(unplanned), int(uncut), int(watches)))
+        return self._form(device, (layout, int(unplanned), int(uncut)))
 
     def _form(self, device: torch.device, numbers: tuple[int, ...]) -> Tensor:
         """The numbers that the host knows, on the device; those of an ordinary step lie ready."""

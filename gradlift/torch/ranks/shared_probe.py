@@ -43,8 +43,8 @@ class Layout:
 
     rows: tuple[Row, ...]
     """Copies, with components given by their index here."""
-    components: tuple[tuple[tuple[str, ...], bool, tuple[str, ...]], ...]
-    """Keys, whether it is held at the global scale, formats; the loss's component first."""
+    components: tuple[tuple[tuple[str, ...], bool], ...]
+    """Keys, and whether it is held at the loss scale; the loss's component first."""
     wide: tuple[str, ...] = ()
     """Leaves whose gradients are computed in float32."""
     classifies: bool = False
@@ -54,7 +54,7 @@ class Layout:
     def of(cls, probe: Probe) -> Layout:
         """The layout as it is now."""
         met = probe.components
-        roots, index, held, inside = met.roots, met.indices(), met.held(), met.inside()
+        roots, index, held = met.roots, met.indices(), met.held()
         rows = (
             replace(
                 row,
@@ -63,10 +63,7 @@ class Layout:
             )
             for row in probe.rows
         )
-        components = (
-            (tuple(keys), root in held, tuple(sorted(inside.get(root, ()))))
-            for root, keys in met.keys().items()
-        )
+        components = ((tuple(keys), root in held) for root, keys in met.keys().items())
         wide = sorted(filter(probe.is_wide, probe.leaves))
         return cls(tuple(rows), tuple(components), tuple(wide), probe.classifies)
 
@@ -81,8 +78,8 @@ class Layout:
 def pack(layout: Layout, counts: Tensor) -> Tensor:
     """The counts of a layout in a few numbers that can be added up over ranks.
 
-    A row keeps the bins that its format has. Of a parameter's gradient in a wide format only the
-    largest exponent and the non-finite elements are ever asked for.
+    A row keeps the bins that its format has. Of a parameter's gradient that is computed in float32
+    only the largest exponent and the non-finite elements are ever asked for.
 
     Args:
         layout: what the rows are.
@@ -92,7 +89,9 @@ def pack(layout: Layout, counts: Tensor) -> Tensor:
         float64, one dimension, on the host: whole numbers up to 2**53 add up exactly.
     """
     parts = [
-        _coded_peak(counted) if _needs_peak(row) else counted[list(_bins(row.format))].double()
+        _coded_peak(counted)
+        if _needs_peak(layout, row)
+        else counted[list(_bins(row.format))].double()
         for row, counted in zip(layout.rows, counts, strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -103,7 +102,7 @@ def unpack(layout: Layout, packed: Tensor) -> Tensor:
     counts = torch.zeros((len(layout.rows), BINS), dtype=torch.int64, device="cpu")
     at = 0
     for counted, row in zip(counts, layout.rows, strict=True):
-        if _needs_peak(row):
+        if _needs_peak(layout, row):
             code, nonfinite = packed[at : at + 2].tolist()
             at += 2
             counted[BINS - 1] = int(nonfinite)
@@ -116,9 +115,9 @@ def unpack(layout: Layout, packed: Tensor) -> Tensor:
     return counts
 
 
-def _needs_peak(row: Row) -> bool:
-    """Whether nothing but the largest value of a row matters."""
-    return row.upstream is None and row.format != "float16"
+def _needs_peak(layout: Layout, row: Row) -> bool:
+    """Return whether nothing but the largest value of a row matters."""
+    return row.upstream is None and row.key in layout.wide
 
 
 def _bins(format: str | None) -> tuple[int, ...]:
@@ -202,12 +201,11 @@ def _join(probe: Probe, layout: Layout) -> list[int]:
     """The number in the probe of each of a layout's components."""
     met = probe.components
     numbers = []
-    for place, (keys, held, formats) in enumerate(layout.components):
+    for place, (keys, held) in enumerate(layout.components):
         own = met.enter(keys, met.loss if place == 0 else None)
         numbers.append(own)
         if held:
             met.hold(own)
-        met.note_formats(own, formats)
     return numbers
 
 
@@ -216,10 +214,8 @@ def _row(probe: Probe, where: dict[Any, int], row: Row, numbers: Sequence[int]) 
     up = None if row.upstream is None else numbers[row.upstream]
     # Ranks may have different things below the same key; leaves without a name are numbered.
     root = probe.components.roots[down]
-    own = repr(replace(row, downstream=root, upstream=None if up is None else 0, goals=()))
+    own = repr(replace(row, downstream=root, upstream=None if up is None else 0))
     if own not in where:
         where[own] = len(probe.rows)
         probe.rows.append(replace(row, downstream=down, upstream=up))
-    met = probe.rows[where[own]]
-    met.goals = tuple(sorted({*met.goals, *row.goals}))
     return where[own]

@@ -366,7 +366,7 @@ def module_records(
     """
     found: dict[str, ModuleRecord] = {}
     for row, histogram in probe.records(exponent):
-        if row.upstream is not None:
+        if row.upstream is not None and not row.is_inner:
             at = exponent + row.offset
             found[row.key] = module_record(row.key, at, histogram, row.format or "float16")
     last = len(order)
@@ -386,10 +386,10 @@ def module_record(name: str, exponent: int, histogram: Histogram, format: str) -
         flushed=histogram.zeros / total,
         subnormal=subnormal / total,
         overflowed=histogram.nonfinite / total,
-        low=histogram.lowest_kept(0.0),
-        tenth=histogram.lowest_kept(0.1),
-        median=histogram.lowest_kept(0.5),
-        ninetieth=histogram.lowest_kept(0.9),
+        low=histogram.quantile(0.0),
+        tenth=histogram.quantile(0.1),
+        median=histogram.quantile(0.5),
+        ninetieth=histogram.quantile(0.9),
         high=counts[-1][0] if counts else None,
     )
 

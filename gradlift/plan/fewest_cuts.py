@@ -25,9 +25,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradlift.plan.graph import Component as Component
-from gradlift.plan.graph import Cut as Cut
-from gradlift.plan.graph import Graph as Graph
+from gradlift.plan.graph import Graph
 
 # Two exponents in this range differ by less than 127, so that every cut's factor is a normal
 # float32 number.

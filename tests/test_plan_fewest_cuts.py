@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradlift.plan.fewest_cuts import Interval, fewest_cuts, meet
 from gradlift.plan.graph import Component, Cut, Graph
-from gradlift.plan.potential import Interval, fewest_cuts, meet
 
 TOP = 4
-fixed = settings(derandomize=True, deadline=None, max_examples=300)
+fixed = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def graph_of(edges, pins=(), count=None, loss=0):
@@ -24,10 +24,11 @@ def chain(count):
     return [(i, i + 1) for i in range(count - 1)]
 
 
-def brute_force(graph, intervals):
+def brute_force(graph, intervals, loss=None):
     """The fewest active cuts of all assignments that obey intervals and pins."""
     pinned = graph.pinned
     ground = meet(intervals[i].shifted(-at) for i, at in pinned.items())
+    ground = ground if loss is None else Interval(loss, loss)
     best = len(graph.cuts) + 1
     ranges = [
         [None] if i in pinned else range(interval.low, interval.high + 1)
@@ -98,6 +99,17 @@ def test_the_fewest_cuts_with_pins_that_close_cycles(case, pins):
     exponents = fewest_cuts(graph, intervals)
     assert obeys(graph, intervals, exponents)
     assert len(graph.active(exponents)) == brute_force(graph, intervals)
+
+
+@fixed
+@given(trees(), st.integers(0, TOP))
+def test_the_fewest_cuts_where_the_loss_is_given(case, loss):
+    graph, intervals = case
+    intervals[graph.loss] = Interval(0, TOP)
+    exponents = fewest_cuts(graph, intervals, loss=loss)
+    assert exponents[graph.loss] == loss
+    assert obeys(graph, intervals, exponents)
+    assert len(graph.active(exponents)) == brute_force(graph, intervals, loss)
 
 
 @fixed

@@ -1,0 +1,389 @@
+"""The adaptive policy over simulated runs: float16 gradients, and ``Predictive`` for the loss."""
+
+import copy
+import json
+import math
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gradlift.plan import BINS, Component, Cut, Graph, Histogram
+from gradlift.plan.adaptive_policy import AdaptivePolicy
+from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
+from gradlift.policy import Predictive, update
+
+fixed = settings(derandomize=True, deadline=None, max_examples=25)
+TOLERANCE, DELAY = 1e-3, 2
+OVERFLOW = 65520.0
+"""The smallest value that float16 rounds to inf."""
+
+
+def histogram_of(x, exponent):
+    fields = (x.astype(np.float32).view(np.int32) >> 23) & 0xFF
+    return Histogram.from_bins(np.bincount(fields, minlength=BINS).tolist(), exponent, "float16")
+
+
+class Run:
+    """A training run as the controller drives it.
+
+    Args:
+        parents: where the components 1, 2, ... get their gradients from; 0 is the loss's.
+        sizes: log2 of the gradients of each component.
+        grows: bits that are added to them, by step and component.
+        bad_losses: steps whose loss is NaN.
+        by: bits that are added to the loss.
+    """
+
+    def __init__(self, parents, sizes, *, headroom=3, grows=None, bad_losses=(), by=0, **changes):
+        count = len(sizes)
+        self.parents, self.sizes, self.grows = (None, *parents), sizes, grows
+        self.bad_losses, self.by = bad_losses, by
+        self.names = names = [f"layer{i}" for i in range(count)]
+        self.graph = Graph(
+            tuple(Component((names[i],) if i else ()) for i in range(count)),
+            tuple(Cut(names[i], parents[i - 1], i) for i in range(1, count)),
+        )
+        random = np.random.default_rng(7)
+        self.shapes = [random.normal(size=300) for _ in range(count)]
+        self.tops = [float(np.abs(shape).max()) for shape in self.shapes]
+        self.predictive = Predictive(headroom=headroom, init_scale=2.0 ** (8 - by))
+        self.state = self.predictive.init()
+        self.policy = AdaptivePolicy("float16", TOLERANCE, headroom, **changes)
+        self.step, self.pending, self.probing = 0, deque(), True
+        self.offsets, self.parameter_offsets = [0] * count, {}
+        self.plans, self.probes, self.skipped = [], [], []
+
+    def size(self, i):
+        grown = self.grows(self.step, i) if self.grows else 0.0
+        return self.sizes[i] + grown + self.by
+
+    def stored_tensors(self, loss):
+        """(name, components, component whose gradient it is, exponent) of all stored gradients."""
+        for i, name in enumerate(self.names):
+            yield f"{name}.weight", (i,), i, loss + self.offsets[i]
+            if i:
+                down = self.parents[i]
+                yield name, (down, i), i, loss + min(self.offsets[down], self.offsets[i])
+
+    def result(self, loss, hit):
+        tensors = []
+        for name, components, i, exponent in self.stored_tensors(loss):
+            with np.errstate(over="ignore"):
+                stored = (self.shapes[i] * 2.0 ** (self.size(i) + exponent)).astype(np.float16)
+            shown = replace(histogram_of(stored, exponent), nonfinite=int(i in hit))
+            weight = len(components) == 1
+            tensors.append(ProbedTensor(name, components, shown, exponent, "float16", True, weight))
+        owners = {f"{name}.weight": i for i, name in enumerate(self.names)}
+        return ProbeResult(self.graph, tuple(tensors), owners)
+
+    def overflowed(self, loss):
+        """The components with an inf: it spreads to all that get their gradient from there."""
+        hit = set()
+        for i in range(len(self.sizes)):
+            highest = loss + max(self.offsets[i], 0 if i == 0 else self.offsets[self.parents[i]])
+            own = math.log2(self.tops[i]) + self.size(i) + highest >= math.log2(OVERFLOW)
+            if own or self.parents[i] in hit:
+                hit.add(i)
+        return hit
+
+    def train(self, steps):
+        for _ in range(steps):
+            loss = round(math.log2(self.state.scale))
+            bad = self.step in self.bad_losses
+            hit = set(range(len(self.sizes))) if bad else self.overflowed(loss)
+            result = self.result(loss, hit) if self.probing else None
+            raised = [self.parameter_offsets.get(f"{name}.weight", 0) for name in self.names]
+            sizes = [self.size(i) + at for i, at in enumerate(raised)]
+            largest = max(top * 2.0**size for top, size in zip(self.tops, sizes, strict=True))
+            self.plans.append((list(self.offsets), loss))
+            self.probes += [self.step] * self.probing
+            self.skipped += [self.step] * bool(hit)
+            self.state = update(self.predictive, self.state, bool(hit), not bad, largest)
+            floor = None if hit else math.floor(math.log2(largest))
+            record = Record(self.step, loss, floor, bool(hit), bad, uncut=not any(self.offsets))
+            self._end_step(record, result, [f"{self.names[i]}.weight" for i in sorted(hit)])
+        return self
+
+    def _end_step(self, record, result, names):
+        self.pending.append((record, result, names))
+        overflowed = False
+        while len(self.pending) > DELAY or (
+            self.pending and (overflowed or self.policy.needs_more_probes)
+        ):
+            record, result, names = self.pending.popleft()
+            if result is not None or record.overflow:
+                record = replace(record, gap=math.floor(self.state.gap))
+            asked = names if result is None else ()
+            assert self.policy.observe(record, self.step, result, asked) == 0
+            overflowed |= record.overflow
+            if result is not None or record.overflow:
+                self.offsets = [self.policy.offsets.get(name, 0) for name in self.names]
+                self.parameter_offsets = self.policy.parameter_offsets
+        self.step += 1
+        waiting = any(result is not None for _, result, _ in self.pending)
+        self.probing = self.step >= self.policy.schedule.next_probe and not waiting
+
+    def errors(self):
+        """The relative error of each tensor at the exponents of now, by float16 itself."""
+        loss = round(math.log2(self.state.scale))
+        found = {}
+        for name, _, i, exponent in self.stored_tensors(loss):
+            x = self.shapes[i] * 2.0 ** (self.size(i) + exponent)
+            small = np.abs(x) < 2.0**-14
+            lost = x[small] - x[small].astype(np.float16)
+            found[name] = np.linalg.norm(lost) / np.linalg.norm(x)
+        return found
+
+
+def deep_chain(layers=30, bits=3, **changes):
+    sizes = [-4.0 - bits * i for i in range(layers)]
+    return Run(range(layers - 1), sizes, **changes)
+
+
+@st.composite
+def trees(draw, most=8):
+    """The arguments of a run."""
+    count = draw(st.integers(1, most))
+    parents = [draw(st.integers(max(0, i - 2), i - 1)) for i in range(1, count)]
+    sizes = [draw(st.floats(-6, 2))]
+    for parent in parents:
+        sizes.append(sizes[parent] + draw(st.floats(-25, 3)))
+    return parents, sizes
+
+
+@settings(fixed, max_examples=60)
+@given(trees(), st.integers(0, 5))
+@example(([0, 1, 1], [-4.0, -8.0, -36.0, -38.0]), 3)
+def test_constant_gradients_change_nothing_after_thirty_steps(tree, headroom):
+    run = Run(*tree, headroom=headroom).train(450)
+    assert run.plans[30:] == [run.plans[30]] * 420
+    assert not run.skipped
+    assert len(run.probes) < 25
+
+
+@fixed
+@given(trees())
+def test_with_constant_gradients_no_component_falls(tree):
+    run = Run(*tree).train(100)
+    for before, after in zip(run.plans[1:], run.plans[2:], strict=False):
+        assert all(a >= b for b, a in zip(before[0], after[0], strict=True))
+
+
+@fixed
+@given(trees())
+def test_with_constant_gradients_no_tensor_loses_its_precision_again(tree):
+    run, precise = Run(*tree).train(1), set()
+    for _ in range(60):
+        run.train(1)
+        now = {name for name, error in run.errors().items() if error <= TOLERANCE}
+        assert precise <= now
+        precise = now
+
+
+@fixed
+@given(trees(), st.integers(-20, 20))
+def test_a_loss_times_a_power_of_two_shifts_every_exponent(tree, by):
+    parents, sizes = tree
+    sizes = [round(size) for size in sizes]
+    one, other = (Run(parents, sizes, by=shift).train(60) for shift in (0, by))
+    assert other.probes == one.probes
+    assert [plan[0] for plan in other.plans] == [plan[0] for plan in one.plans]
+    assert [plan[1] + by for plan in other.plans] == [plan[1] for plan in one.plans]
+
+
+@pytest.mark.parametrize(
+    ("layers", "bits", "steps"), [(30, 3, 400), (30, -0.1, 30), (20, 4.5, 400), (60, 1, 50)]
+)
+def test_a_deep_chain_ends_within_the_tolerance(layers, bits, steps):
+    run = deep_chain(layers, bits).train(steps)
+    assert max(run.errors().values()) <= TOLERANCE
+    assert not run.skipped
+    assert len(set(run.offsets)) <= 1 + layers * abs(bits) / 8, "regions, and not a cut each"
+
+
+def test_without_layers_the_loss_scale_is_the_only_one():
+    run = deep_chain(layerwise=False).train(300)
+    assert not any(any(offsets) for offsets, _ in run.plans)
+    assert run.policy.parameter_offsets == {}
+    assert len(run.probes) < 20
+
+
+def raised_run(**changes):
+    """A run whose layers are above the loss, and the largest of them."""
+    return Run([0, 1, 2, 3], [-4.0, -14.0, -24.0, -34.0, -36.0], **changes), 1
+
+
+@fixed
+@given(st.integers(120, 400), st.integers(1, 14))
+def test_a_spike_in_a_raised_component_costs_one_step_at_most(when, bits):
+    run, hit = raised_run(grows=lambda step, i: bits * (step == when and i == hit))
+    assert run.train(when).offsets[hit] > 0
+    run.train(300)
+    assert run.skipped in ([], [when])
+    assert bool(run.skipped) or bits < 8
+    assert max(run.errors().values()) <= TOLERANCE, "and precise again"
+    if run.skipped:
+        assert run.plans[when + DELAY + 1][0][hit] == 0, "it went back to the loss"
+        assert when + DELAY + 1 in run.probes, "and is measured at once"
+
+
+@pytest.mark.parametrize(("hit", "known"), [(1, {"layer1"}), (2, {"layer2"}), (0, set())])
+def test_an_overflow_is_evidence_of_the_raised_component_that_shows_it_first(hit, known):
+    """An inf spreads to all behind it; a loss that is too high is lowered by the device."""
+    run, _ = raised_run(grows=lambda step, i: 30.0 * (step == 150 and i == hit))
+    excess = run.train(150).policy.to_dict()["evidence"]["excess"]
+    run.train(DELAY + 1)
+    after = run.policy.to_dict()["evidence"]["excess"]
+    assert run.skipped == [150]
+    assert {name for name in excess if excess[name] != after[name]} == known
+
+
+def test_with_active_cuts_gradients_that_grow_are_probed_early():
+    run, _ = raised_run(grows=lambda step, i: min(max(step - 150, 0) * 0.5, 8.0))
+    assert not set(run.train(200).probes).isdisjoint(range(151, 175))
+    still = raised_run()[0].train(200)
+    assert set(still.probes).isdisjoint(range(151, 175))
+
+
+def test_a_deep_chain_recovers_from_an_overflow():
+    """At the loss scale most of its layers show nothing but zeros."""
+    run = deep_chain(grows=lambda step, i: 10.0 * (step == 450 and i == 8)).train(450)
+    assert max(run.errors().values()) <= TOLERANCE
+    run.train(300)
+    assert run.skipped == [450]
+    assert max(run.errors().values()) <= TOLERANCE
+
+
+@fixed
+@given(st.integers(40, 300), st.floats(0.05, 0.5), st.integers(2, 14))
+def test_a_raised_component_that_grows_slowly_costs_no_step(when, speed, bits):
+    def grows(step, i):
+        return min(max(step - when, 0) * speed, bits) * (i == raised)
+
+    run, raised = raised_run(grows=grows)
+    assert run.train(when).offsets[raised] > 0
+    run.train(600)
+    assert not run.skipped
+    assert max(run.errors().values()) <= TOLERANCE
+
+
+@fixed
+@given(st.sets(st.integers(0, 100), max_size=20))
+def test_a_loss_that_is_not_finite_changes_nothing(bad_losses):
+    run = deep_chain(8, 6, bad_losses=bad_losses)
+    for _ in range(120):
+        before = run.policy.to_dict()
+        step, state = run.step, run.state
+        run.train(1)
+        if step in bad_losses:
+            assert run.state == state
+            if len(run.pending) == 0:
+                moved = {"schedule": None, "gap": None}
+                assert run.policy.to_dict() | moved == before | moved
+    run.train(300)
+    assert max(run.errors().values()) <= TOLERANCE
+
+
+def saved_run(steps):
+    run, _ = raised_run(grows=lambda step, i: 12.0 * (step == 25 and i == 1), interval=20)
+    return run.train(steps)
+
+
+@settings(fixed, max_examples=15)
+@given(st.integers(0, 60))
+@example(28)  # it waits for the probe after an overflow
+def test_a_saved_policy_continues_with_equal_decisions(steps):
+    run = saved_run(steps)
+    twin = copy.deepcopy(run)
+    twin.policy = AdaptivePolicy("float16", TOLERANCE, 3, interval=20)
+    twin.policy.load(json.loads(json.dumps(run.policy.to_dict())))
+    assert twin.policy.to_dict() == run.policy.to_dict()
+    run.train(60)
+    twin.train(60)
+    assert twin.plans == run.plans
+    assert twin.probes == run.probes
+    assert twin.policy.plan == run.policy.plan
+    assert twin.policy.to_dict() == run.policy.to_dict()
+
+
+STATE = saved_run(27).policy.to_dict()
+RECORDS = [(), ("plan",), ("graph",), ("evidence",), ("offsets",), ("schedule",)]
+RECORDS += [("plan", "components", 1), ("graph", "components", 1), ("graph", "cuts", 0)]
+
+
+def at(state, path):
+    for key in path:
+        state = state[key]
+    return state
+
+
+def entries_of(state, path=()):
+    """The path of every entry, containers included."""
+    for key, entry in state.items() if isinstance(state, dict) else enumerate(state):
+        yield (*path, key)
+        if isinstance(entry, (dict, list)):
+            yield from entries_of(entry, (*path, key))
+
+
+def wrong(value, draw):
+    """A value that cannot stand in the place of this one."""
+    if isinstance(value, str):
+        return draw(st.sampled_from([3, [], object(), {1: 2}, math.nan]))
+    if isinstance(value, dict):
+        return draw(st.sampled_from([[], "x", 3, True]))
+    never = ["3", True, 1.5j, b"3", {"a": 1}, math.inf, math.nan]
+    return draw(st.sampled_from(never if isinstance(value, float) else [*never, 2**60]))
+
+
+def refuses(policy, state):
+    before = policy.to_dict()
+    with pytest.raises(ValueError, match=r"adaptive policy|saved with|rule"):
+        policy.load(state)
+    assert policy.to_dict() == before
+
+
+@settings(fixed, max_examples=300)
+@given(st.data())
+def test_a_damaged_state_is_refused_and_changes_nothing(data):
+    state = json.loads(json.dumps(STATE))
+    policy = saved_run(9).policy
+    kind = data.draw(st.sampled_from(["value", "missing", "unknown"]))
+    if kind == "value":
+        path = data.draw(st.sampled_from(list(entries_of(state))))
+        at(state, path[:-1])[path[-1]] = wrong(at(state, path), data.draw)
+    else:
+        record = at(state, data.draw(st.sampled_from(RECORDS)))
+        if kind == "missing":
+            del record[data.draw(st.sampled_from(sorted(record)))]
+        else:
+            record[data.draw(st.sampled_from(["", "more", "version2"]))] = 0
+    refuses(policy, state)
+    policy.load(json.loads(json.dumps(STATE)))
+    assert policy.to_dict() == STATE
+
+
+UNFIT = {
+    ("component_of_parameter", "layer1.weight"): 5,
+    ("evidence", "needs", 0, 1): [5],
+    ("graph", "loss"): 5,
+    ("graph", "cuts", 0, "upstream"): 5,
+    ("graph",): None,
+    ("plan", "loss"): 1,
+    ("plan", "components"): [],
+    ("plan", "components", 0, "exponent"): 700,
+    ("plan", "active", 0, "shift"): 0,
+    ("plan", "version"): 3,
+    ("format",): "float8_e5m2",
+    ("rule",): "zhao2019",
+}
+
+
+@pytest.mark.parametrize("path", UNFIT)
+def test_a_state_that_does_not_fit_together_is_refused(path):
+    state = json.loads(json.dumps(saved_run(20).policy.to_dict()))
+    at(state, path[:-1])[path[-1]] = UNFIT[path]
+    refuses(saved_run(9).policy, state)
