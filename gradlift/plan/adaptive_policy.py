@@ -28,6 +28,7 @@ from gradlift.plan.graph import Graph
 from gradlift.plan.module_offsets import OFFSETS, ModuleOffsets
 from gradlift.plan.observations import (
     ADVICE,
+    COUNT,
     EXPONENT,
     FORMAT,
     GRAPH,
@@ -88,6 +89,7 @@ class AdaptivePolicy:
         self._graph: Graph | None = None
         self._probed_largest: int | None = None
         """``Record.largest`` of the latest probe."""
+        self._most_cuts = 0
         self._shifts: list[tuple[int, int]] = []
         """(step, shift) of the loss exponent under the paper's rule."""
 
@@ -102,9 +104,10 @@ class AdaptivePolicy:
         offset of its component, and the excess."""
         if self.plan is None or self.rule is not None:
             return {}
-        offsets = [max(offset, 0) for offset in self.plan.offsets]
-        owners = self.component_of_parameter
-        return {n: offsets[i] + self.excess for n, i in owners.items() if offsets[i] + self.excess}
+        # Gradients in float32 do not overflow in a raised component.
+        narrow = self._evidence.has_parameters
+        bits = [max(offset, 0) * narrow + self.excess for offset in self.plan.offsets]
+        return {name: bits[i] for name, i in self.component_of_parameter.items() if bits[i]}
 
     @property
     def needs_more_probes(self) -> bool:
@@ -136,7 +139,7 @@ class AdaptivePolicy:
             result = None
             self.schedule.probe_after(now)
         if overflow:
-            self._handle_overflow(record, now, result, overflowed, exponent)
+            shift = self._handle_overflow(record, now, result, overflowed, exponent)
         elif result is not None:
             shift = self._handle_probe(record, now, result, exponent)
         elif not record.bad_loss and self._has_grown(record):
@@ -145,7 +148,7 @@ class AdaptivePolicy:
             self._offsets.keep_past(now, offsets)
         if self.rule is not None:
             return self._follow_paper(record, now, overflow)
-        if self.plan is not None and not record.overflow:
+        if self.plan is not None:
             self.plan = self.plan.at_loss(exponent + shift)
         return shift
 
@@ -172,23 +175,25 @@ class AdaptivePolicy:
         shift = shift if self.plan is None else min(shift, 0)
         self._replan(exponent + shift, result)
         assert self.plan is not None
-        self.excess = self._new_excess(record, result, self._evidence.largest)
-        self.schedule.planned(now, probe_again=self.plan.probe_again)
+        self.excess = self._new_excess(record, self._evidence.largest)
+        cuts = len(self.plan.active)
+        self.schedule.planned(
+            now, probe_again=self.plan.probe_again, progress=cuts > self._most_cuts
+        )
+        self._most_cuts = max(self._most_cuts, cuts)
         return shift
 
-    def _new_excess(self, record: Record, result: ProbeResult, largest: int) -> int:
-        assert self.plan is not None
-        offsets = self.plan.offsets
-        parameters = [
-            size + max(offsets[tensor.components[0]], 0)
-            for tensor in result.tensors
-            if tensor.is_parameter and (size := self._evidence.size(tensor)) is not None
-        ]
+    def _new_excess(self, record: Record, largest: int) -> int:
+        assert self.plan is not None and self._graph is not None
         found = self.excess
-        if parameters:
-            found = max(largest - max(parameters), 0)
+        if self._evidence.has_parameters:
+            below = [
+                known - max(offset, 0)
+                for component, offset in enumerate(self.plan.offsets)
+                if (known := self._evidence.parameters_below(self._graph, component)) is not None
+            ]
+            found = max(min(below, default=0), 0)
         elif record.largest is not None:
-            # All parameters have gradients in float32, and their sizes say nothing.
             found += largest - record.largest
         return min(max(found, -LARGEST_OFFSET), LARGEST_OFFSET)
 
@@ -199,25 +204,33 @@ class AdaptivePolicy:
         result: ProbeResult | None,
         overflowed: Sequence[str],
         exponent: int,
-    ) -> None:
+    ) -> int:
+        shift = 0
         if result is not None:
             self._take_graph(result)
             first = overflowed_first(result)
+            # A finite gradient in float32 shows how large it is where it becomes float16.
+            peaks = [t.histogram.peak for t in result.tensors if set(t.components) & set(first)]
+            largest = max((peak for peak in peaks if peak is not None), default=None)
+            if largest is not None:
+                shift = min(LARGEST_EXPONENT - self.headroom - largest - exponent, 0)
         else:
             first = self._nearest_to_loss(overflowed)
         self.schedule.probe_at_once(now)
         if self._graph is None:
-            return
+            return 0
         ran_at = {i: self._ran_at(record, i) for i in first}
         if self.rule is None:
             # The device lowers the loss. Only components above it are the plan's to lower.
             ran_at = {i: offset for i, offset in ran_at.items() if offset > 0}
-            self._evidence.add_overflow(self._graph, ran_at)
+            behind = self._graph.behind(ran_at)
+            self._evidence.add_overflow(self._graph, {i: self._ran_at(record, i) for i in behind})
         else:
             at = {i: record.exponent + offset for i, offset in ran_at.items()}
             self._evidence.add_true_overflow(self._graph, at)
         if self.plan is not None and (ran_at or self.plan.active):
             self._replan(exponent)
+        return 0 if ran_at else shift
 
     def _ran_at(self, record: Record, component: int) -> int:
         """Return the offset that a component had in the step of a record."""
@@ -300,6 +313,7 @@ class AdaptivePolicy:
             "component_of_parameter": dict(self.component_of_parameter),
             "excess": self.excess,
             "probed_largest": self._probed_largest,
+            "most_cuts": self._most_cuts,
             "shifts": [list(shift) for shift in self._shifts],
             "evidence": self._evidence.to_dict(),
             "offsets": self._offsets.to_dict(),
@@ -319,6 +333,7 @@ class AdaptivePolicy:
     def follow(self, read: Mapping[str, Any]) -> None:
         """Continue from a state that ``ADAPTIVE_POLICY`` has read."""
         self.plan, self._graph, self.excess = read["plan"], read["graph"], read["excess"]
+        self._most_cuts = read["most_cuts"]
         self.component_of_parameter = dict(read["component_of_parameter"])
         self._shifts, self._probed_largest = list(read["shifts"]), read["probed_largest"]
         # New objects: a copy of this policy may be asked first whether a state can be loaded.
@@ -388,6 +403,7 @@ ADAPTIVE_POLICY = record(
     component_of_parameter=schema.dict_of(schema.text, INDEX),
     excess=whole(-LARGEST_OFFSET, LARGEST_OFFSET),
     probed_largest=optional(EXPONENT),
+    most_cuts=COUNT,
     shifts=list_of(row(STEP, _SHIFT)),
     evidence=EVIDENCE,
     offsets=OFFSETS,

@@ -8,7 +8,8 @@ Sizes are powers of two. ``largest`` is the largest gradient of any kind in a pr
                             probes plus FORGET for each probe since then, if that is less
                   need    = the lowest exponent that stores a tensor with an error of at most
                             ``tolerance``
-    an overflow   below a raised component: at least headroom + 1 less than its offset
+    an overflow   below = at most headroom + 1 less than the offset of a raised component; until
+                          the next probe 0, for it and for all components behind it
 
 Both numbers of ``below`` come from one batch. So a loss times 2**k changes none of them, and no
 number depends on the plan.
@@ -31,7 +32,7 @@ from gradlift.schema import dict_of, list_of, optional, record, text, whole
 FORGET = 2
 """Bits by which an earlier probe counts less with each probe: batches differ."""
 MIN_PROBES = 4
-"""Probes that must see a component before it is raised: one batch tells little of the next."""
+"""Probes before a component is raised: one batch tells little of the next."""
 
 
 class Need(NamedTuple):
@@ -49,7 +50,7 @@ class Evidence:
         tolerance: relative error that storing a tensor may cause.
         headroom: bits to keep free above the largest gradient.
         saturates: whether gradients are cast to a format that saturates.
-        min_probes: probes that must have seen a component before it is raised.
+        min_probes: probes before a component is raised.
     """
 
     def __init__(
@@ -68,16 +69,25 @@ class Evidence:
         self._below: dict[str, int] = {}
         self._probes: dict[str, int] = {}
         """Probes that have shown a gradient of each component."""
+        self._parameters: dict[str, int] = {}
+        """By how much the parameter gradients of each component are smaller than the largest
+        gradient, in the latest probe that has shown them."""
+        self._unsafe: set[str] = set()
+        """Components that an overflow since the latest probe may have reached."""
 
     def add_probe(self, result: ProbeResult) -> None:
         """Take in the probe of a step without an overflow."""
+        self._unsafe.clear()
         sizes: dict[str, int] = {}
+        parameters: dict[str, int] = {}
         for tensor in result.tensors:
             size = self.size(tensor)
             if size is not None:
                 for component in tensor.components:
                     name = key_of(result.graph, component)
                     sizes[name] = max(sizes.get(name, size), size)
+                    if tensor.is_parameter:
+                        parameters[name] = max(parameters.get(name, size), size)
         # Without a narrow format nothing limits an exponent.
         peaks = [t.histogram.peak for t in result.tensors if t.histogram.peak is not None]
         if not peaks:
@@ -87,6 +97,7 @@ class Evidence:
             below = self.largest - size
             self._below[name] = min(below, self._below.get(name, below) + FORGET)
             self._probes[name] = self._probes.get(name, 0) + 1
+        self._parameters |= {name: self.largest - size for name, size in parameters.items()}
         known = {need.name: need.exponent for need in self.needs}
         norms: dict[str, float] = {}
         for tensor in result.tensors:
@@ -115,7 +126,7 @@ class Evidence:
         if not tensor.is_kept:
             return None
         own = tensor.histogram.norm
-        tolerance = max(self.tolerance, get(tensor.format).rounding_error)
+        tolerance = max(self.tolerance, get(tensor.format).rounding_error / 8)
         tolerance = tolerance * norm / own if own else 1.0
         lowest = None
         if tolerance < 1.0:
@@ -125,7 +136,12 @@ class Evidence:
         return None if lowest is None else Need(tensor.name, tensor.components, lowest)
 
     def add_overflow(self, graph: Graph, offsets: Mapping[int, int]) -> None:
-        """Take in an overflow that components at these offsets have shown first."""
+        """Take in an overflow of components at these offsets.
+
+        How much larger the gradients are is not known until the next probe. Until then these
+        components are safe at the loss scale only.
+        """
+        self._unsafe |= {key_of(graph, component) for component in offsets}
         for component, offset in offsets.items():
             name, most = key_of(graph, component), offset - self.headroom - 1
             self._below[name] = min(self._below.get(name, most), most)
@@ -137,10 +153,10 @@ class Evidence:
         least = LARGEST_EXPONENT + 1 - self.largest + self.headroom + 1
         self.add_overflow(graph, {i: exponent - least for i, exponent in exponents.items()})
 
-    def may_rise(self, graph: Graph, component: int) -> bool:
-        """Return whether enough probes have seen a component to raise it."""
-        probes = self._probes.get(key_of(graph, component), self._min_probes)
-        return probes >= self._min_probes
+    @property
+    def suffices(self) -> bool:
+        """Whether there were enough probes to raise a component."""
+        return max(self._probes.values(), default=0) >= self._min_probes
 
     def highest(self, graph: Graph, component: int) -> int | None:
         """Return the highest safe offset of a component; None if it has shown no gradient.
@@ -148,10 +164,20 @@ class Evidence:
         A component that few probes have seen keeps up to twice the headroom.
         """
         name = key_of(graph, component)
-        below = self._below.get(name)
+        below = 0 if name in self._unsafe else self._below.get(name)
         if below is None or self._saturates:
             return below
         return below - math.ceil(self.headroom / math.sqrt(self._probes.get(name, 1)))
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether a parameter with a gradient in a narrow format was seen."""
+        return bool(self._parameters)
+
+    def parameters_below(self, graph: Graph, component: int) -> int | None:
+        """Return by how much the parameter gradients of a component are smaller than the largest
+        gradient; None if no probe has shown them."""
+        return self._parameters.get(key_of(graph, component))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evidence in primitives."""
@@ -159,6 +185,8 @@ class Evidence:
             "largest": self.largest,
             "below": dict(self._below),
             "probes": dict(self._probes),
+            "parameters": dict(self._parameters),
+            "unsafe": sorted(self._unsafe),
             "needs": [[need.name, list(need.components), need.exponent] for need in self.needs],
         }
 
@@ -166,6 +194,7 @@ class Evidence:
         """Continue from a state that ``EVIDENCE`` has read."""
         self.largest, self.needs = read["largest"], tuple(read["needs"])
         self._below, self._probes = dict(read["below"]), dict(read["probes"])
+        self._parameters, self._unsafe = dict(read["parameters"]), set(read["unsafe"])
 
 
 def is_cut_off(tensor: ProbedTensor) -> bool:
@@ -195,6 +224,8 @@ EVIDENCE = record(
     largest=optional(EXPONENT),
     below=dict_of(text, whole(-600, 600)),
     probes=dict_of(text, whole(1)),
+    parameters=dict_of(text, whole(-600, 600)),
+    unsafe=list_of(text),
     needs=list_of(_need),
 )
 """The check of what ``Evidence.to_dict`` wrote."""

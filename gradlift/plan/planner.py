@@ -106,7 +106,7 @@ def _highest(graph: Graph, evidence: Evidence, offsets: Sequence[int]) -> list[i
     for component, offset in enumerate(offsets):
         top = evidence.highest(graph, component)
         top = LARGEST_OFFSET if top is None else min(max(top, 0), LARGEST_OFFSET)
-        tops.append(top if evidence.may_rise(graph, component) else min(top, offset))
+        tops.append(top if evidence.suffices else min(top, offset))
     for component, pin in graph.pinned.items():
         tops[component] = pin
     return tops
@@ -124,7 +124,7 @@ def _reasons(
     waiting = [
         i
         for i, offset in enumerate(chosen)
-        if needs[i] > offset and i not in graph.pinned and not evidence.may_rise(graph, i)
+        if needs[i] > offset and i not in graph.pinned and not evidence.suffices
     ]
     found = [f"{graph.components[i].name} was raised" for i in raised[:1]]
     found += [f"{graph.components[i].name} may have to be raised" for i in waiting[:1]]

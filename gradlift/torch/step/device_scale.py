@@ -178,13 +178,13 @@ class DeviceScale:
     def shift_(self, exponent: int) -> None:
         """Multiply the scale by ``2**exponent``, within the policy's bounds."""
         assert self.scale is not None
+        before = self.scale.clone()
         # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
         self.scale.mul_(2.0**exponent).clamp_(self.policy.min_scale, self.policy.max_scale)
         if isinstance(self.policy, Predictive) and self.peak is not None:
-            known = self.peak > 0
-            self.peak.mul_(2.0**-exponent)
+            moved = self.peak * (before / self.scale)
             fits = peak_for(self.policy, self.scale, self.gap, torch.where)
-            self.peak.copy_(torch.where(known, self.peak, fits))
+            self.peak.copy_(torch.where(self.peak > 0, moved, fits))
 
     def exponent(self) -> int:
         """Return log2 of the scale, rounded down; waits for the device."""
