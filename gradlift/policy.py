@@ -422,6 +422,23 @@ def _predict(
     )
 
 
+def shifted(
+    policy: Policy, state: ScaleState, exponent: int, where: Where = ternary
+) -> ScaleState:
+    """Return the state with the scale times ``2**exponent``, within the policy's bounds.
+
+    ``Predictive`` continues as if its gradients were as much smaller or larger. If it has measured
+    none, it continues as if they just fitted.
+    """
+    scale = _at_least(state.scale * 2.0**exponent, policy.min_scale, where)
+    scale = _capped(scale, policy.max_scale, state.scale, where)
+    if not isinstance(policy, Predictive):
+        return state._replace(scale=scale)
+    moved = state.peak * (state.scale / scale)
+    fits = peak_for(policy, scale, state.gap, where)
+    return state._replace(scale=scale, peak=where(state.peak > 0, moved, fits))
+
+
 def peak_for(policy: Predictive, scale: Any, gap: Any, where: Where = ternary) -> Any:
     """Return the largest peak, nearly, for which ``policy`` chooses ``scale``."""
     return FULL * _room(policy, gap, where) * inverse_power(scale, where)

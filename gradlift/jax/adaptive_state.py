@@ -22,7 +22,7 @@ from gradlift.plan.observations import OFFSET
 from gradlift.policy import LARGEST_GAP, LARGEST_SCALE, Policy
 from gradlift.schema import Mismatch, Since, list_of, record, row, whole
 
-VERSION = 2
+VERSION = 3
 
 _COUNT = whole(0, 2**31 - 1)
 
@@ -39,7 +39,6 @@ _RECORD = row(
     _or(records.NOTHING, whole(-127, records.NOT_FINITE)),
     whole(0, 1),
     whole(0, 1),
-    whole(0, int(LARGEST_GAP)),
     make=list,
 )
 
@@ -98,6 +97,7 @@ SAVED = record(
         offsets=list_of(OFFSET),
         records=list_of(_row, most=records.KEPT, least=records.KEPT, make=_records),
         overflowed=list_of(schema.flag),
+        excess=OFFSET,
     ),
     probing=schema.flag,
     steps=schema.optional(_COUNT),

@@ -39,9 +39,11 @@ class AdaptiveState:
         loss_scale: the scale of the loss's component.
         offsets: int32, shape (components,): exponents relative to the loss's; None in steps that
             are no probe while one exponent serves all.
-        records: int32, shape (64, 6): the last steps, see ``records.py``.
+        records: int32, shape (64, 5): the last steps, see ``records.py``.
         overflowed: bool, shape (parameters,): whose gradients were not finite in the latest step
             that overflowed.
+        excess: int32, 0-d: bits by which the gradients of parameters count more, see
+            ``gradlift.plan.adaptive_policy``.
         bins: int32, shape (sites, 256): there while steps are probes, and None otherwise.
     """
 
@@ -49,6 +51,7 @@ class AdaptiveState:
     offsets: jax.Array | None
     records: jax.Array
     overflowed: jax.Array
+    excess: jax.Array
     bins: jax.Array | None
 
     def replace(self, **changes: Any) -> AdaptiveState:
@@ -61,7 +64,7 @@ class AdaptiveState:
         return self.loss_scale.scale
 
 
-ARRAYS = ("offsets", "records", "overflowed")
+ARRAYS = ("offsets", "records", "overflowed", "excess")
 jax.tree_util.register_dataclass(
     AdaptiveState, data_fields=("loss_scale", *ARRAYS, "bins"), meta_fields=()
 )
@@ -89,7 +92,7 @@ def take_step(
     bad_loss = _bad_loss(out, before, run)
     # The same as ``out`` says, from what was reduced anyway: XLA drops the other reduction.
     finite = jnp.isfinite(largest).all()
-    counted = parameters.as_stored(largest, state.offsets)
+    counted = jnp.ldexp(parameters.as_stored(largest, state.offsets), state.excess)
     loss_scale = update(before, finite, ~bad_loss, jnp.max(counted, initial=0))
     loss_scale = fit_loss(loss_scale, loss_of(out.aux, run.has_aux))
     rows = records.appended(
@@ -98,7 +101,6 @@ def take_step(
         largest=jnp.max(records.exponents(counted), initial=records.NOTHING),
         overflow=~finite,
         bad_loss=bad_loss,
-        gap=0 if loss_scale.gap is None else jnp.floor(loss_scale.gap),
     )
     # Gradients of a bad loss say nothing about who overflowed.
     overflowed = jnp.where(finite | bad_loss, state.overflowed, ~jnp.isfinite(largest))

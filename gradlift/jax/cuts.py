@@ -57,10 +57,10 @@ from gradlift.plan.adaptive_policy import BACKOFF
 from gradlift.plan.evidence import Evidence
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import BINS, Histogram
-from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
+from gradlift.plan.observations import ProbedTensor, ProbeResult
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import choose
-from gradlift.policy import FIRST_GUESS, Predictive
+from gradlift.policy import FIRST_GUESS, LARGEST_EXPONENT, Predictive
 
 
 @dataclass(frozen=True)
@@ -266,15 +266,15 @@ class Traced:
         largest = max((peak for peak in known if peak is not None), default=None)
         overflow = any(t.histogram.nonfinite for t in tensors)
         evidence = Evidence(tolerance, headroom, min_probes=1)
-        record = Record(0, exponent, largest, overflow)
-        evidence.add(record)
         if largest is None or overflow:
             lowered = exponent - BACKOFF if overflow else max(exponent, exponent_of(FIRST_GUESS))
             return Plan.uniform(self.graph, lowered, "float16")
         result = ProbeResult(self.graph, tuple(tensors), {})
-        evidence.add_probe(record, result)
+        evidence.add_probe(result)
         own = np.asarray(offsets) - np.asarray(offsets)[self.graph.loss]
-        return choose(self.graph, evidence, offsets=own.tolist(), tensors=tensors)
+        safe = LARGEST_EXPONENT - headroom
+        safe -= largest if evidence.largest is None else evidence.largest
+        return choose(self.graph, evidence, exponent=safe, offsets=own.tolist(), tensors=tensors)
 
     def tensors(self, bins: Any, exponent: int, offsets: Any) -> list[ProbedTensor]:
         """Return the gradients that a probe has counted.

@@ -16,8 +16,8 @@ from jax import lax
 from gradlift.plan.observations import Record
 
 KEPT = 64
-COLUMNS = ("step", "exponent", "largest", "overflow", "bad_loss", "gap")
-STEP, EXPONENT, LARGEST, OVERFLOW, BAD_LOSS, GAP = range(len(COLUMNS))
+COLUMNS = ("step", "exponent", "largest", "overflow", "bad_loss")
+STEP, EXPONENT, LARGEST, OVERFLOW, BAD_LOSS = range(len(COLUMNS))
 
 # In place of None: before the first step, and for a gradient of zeros.
 NOTHING = -(2**15)
@@ -63,7 +63,6 @@ def read(rows: np.ndarray, since: int) -> list[Record]:
             None if row["largest"] in (NOTHING, NOT_FINITE) else row["largest"],
             bool(row["overflow"]),
             bool(row["bad_loss"]),
-            row["gap"],
         )
         for row in found
     ]

@@ -18,7 +18,6 @@ decide the same.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections import deque
@@ -39,9 +38,9 @@ from gradlift.jax.adaptive_state import SAVED, VERSION, check_fits
 from gradlift.jax.adaptive_step import ARRAYS, AdaptiveState, take_step
 from gradlift.jax.arrivals import Arrived, Sent, copied
 from gradlift.jax.axes import AxisName
-from gradlift.jax.cuts import Layerwise, Traced
+from gradlift.jax.cuts import Layerwise, Traced, exponent_of
 from gradlift.jax.parameters import Parameters
-from gradlift.jax.state import LEAVES, PREDICTED, ValueAndGrad, init, leaf_names
+from gradlift.jax.state import LEAVES, PREDICTED, ValueAndGrad, init, leaf_names, shifted
 from gradlift.plan.adaptive_policy import AdaptivePolicy
 from gradlift.plan.histogram import BINS, is_wide
 from gradlift.plan.observations import ADVICE
@@ -152,6 +151,7 @@ class Adaptive:
             None,
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
+            jnp.zeros((), jnp.int32),
             None,
         )
         return (traced, parameters), planner, jax.device_put(state, _everywhere(args))
@@ -163,6 +163,7 @@ class Adaptive:
         self._queue.clear()
         self._said.clear()
         self._offsets = (0,) * len(model[0].graph.components)
+        self._excess = 0
 
     def __call__(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
         """One step; the gradients are true ones whatever the plan.
@@ -274,11 +275,10 @@ class Adaptive:
             arrays |= policy.resume(arrays["scale"])._asdict()
         schema.read(lambda _: check_fits(read, *model, policy), saved, "adaptive scaler", ADVICE)
         planner.follow(read["policy"])
-        state = _with_headroom(state, planner.loss_headroom)
         self._begin(model, planner)
         self._steps, self._seen, self._looked = read["steps"], read["seen"], read["looked"]
         self._queue.extend(read["waiting"])
-        self._offsets = tuple(arrays["offsets"])
+        self._offsets, self._excess = tuple(arrays["offsets"]), arrays["excess"]
 
         def loaded(own: Any, names: Sequence[str]) -> dict[str, Any]:
             fields = {name: getattr(own, name) for name in names}
@@ -324,8 +324,15 @@ class Adaptive:
         for i, row in enumerate(arrived.rows):
             result = arrived.result if i == len(arrived.rows) - 1 else None
             overflowed = arrived.overflowed if i == last else ()
-            planner.observe(row, self._steps - 1, result, overflowed)
-        state = _with_headroom(state, planner.loss_headroom)
+            exponent = None
+            if result is not None or row.overflow:
+                exponent = exponent_of(float(state.scale))  # rare, and waited for
+            shift = planner.observe(row, self._steps - 1, result, overflowed, exponent)
+            if shift:
+                state = state.replace(loss_scale=shifted(state.loss_scale, shift))
+        if planner.excess != self._excess:
+            self._excess = planner.excess
+            state = state.replace(excess=_like(self._excess, state.records))
         offsets = planner.plan.offsets if planner.plan else self._offsets
         if offsets != self._offsets:
             self._offsets = offsets
@@ -381,15 +388,6 @@ class Adaptive:
 
 
 adaptive = Adaptive
-
-
-def _with_headroom(state: AdaptiveState, headroom: int) -> AdaptiveState:
-    """Return the state with the headroom that ``Predictive`` is to keep."""
-    policy = state.loss_scale.policy
-    if not isinstance(policy, Predictive) or policy.headroom == headroom:
-        return state
-    changed = dataclasses.replace(policy, headroom=headroom)
-    return state.replace(loss_scale=state.loss_scale.replace(policy=changed))
 
 
 def _like(values: Any, array: jax.Array) -> jax.Array:

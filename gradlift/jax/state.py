@@ -218,6 +218,13 @@ def _state(policy: Policy, start: ScaleState) -> LossScaleState:
     )
 
 
+def shifted(state: LossScaleState, exponent: int) -> LossScaleState:
+    """Return the state with its scale times ``2**exponent``, within the policy's bounds."""
+    own = ScaleState(*(getattr(state, name) for name in ScaleState._fields))
+    moved = rule.shifted(state.policy, own, exponent, jnp.where)
+    return state.replace(scale=moved.scale, peak=moved.peak)
+
+
 def scale(state: LossScaleState, loss: Tree) -> Tree:
     """``loss`` times the scale; a half-precision loss is cast to float32 first.
 

@@ -25,6 +25,7 @@ from gradlift.formats import Format, get
 from gradlift.plan.evidence import EVIDENCE, Evidence
 from gradlift.plan.fewest_cuts import MAX_EXPONENT, MIN_EXPONENT
 from gradlift.plan.graph import Graph
+from gradlift.plan.histogram import is_wide
 from gradlift.plan.module_offsets import OFFSETS, ModuleOffsets
 from gradlift.plan.observations import (
     ADVICE,
@@ -84,6 +85,8 @@ class AdaptivePolicy:
         self.excess = 0
         """Bits by which the model's largest gradient exceeds every parameter gradient that counts,
         as the components store them."""
+        self._predicts = self.rule is None and not is_wide(self.format)
+        """Whether ``Predictive`` moves the loss scale."""
         self._evidence = Evidence(tolerance, headroom, self.format.saturates)
         self._offsets = ModuleOffsets()
         self._graph: Graph | None = None
@@ -102,7 +105,7 @@ class AdaptivePolicy:
     def parameter_weights(self) -> dict[str, int]:
         """The bits by which each parameter's gradient counts more in the largest gradient: the
         offset of its component, and the excess."""
-        if self.plan is None or self.rule is not None:
+        if self.plan is None or not self._predicts:
             return {}
         # Gradients in float32 do not overflow in a raised component.
         narrow = self._evidence.has_parameters
@@ -171,7 +174,7 @@ class AdaptivePolicy:
         self._probed_largest = record.largest
         # The exponent was chosen for the excess of an earlier probe, or for no gradient at all.
         safe = LARGEST_EXPONENT - self.headroom - self._evidence.largest
-        shift = safe - exponent if self.rule is None else 0
+        shift = safe - exponent if self._predicts else 0
         shift = shift if self.plan is None else min(shift, 0)
         self._replan(exponent + shift, result)
         assert self.plan is not None
@@ -212,7 +215,7 @@ class AdaptivePolicy:
             # A finite gradient in float32 shows how large it is where it becomes float16.
             peaks = [t.histogram.peak for t in result.tensors if set(t.components) & set(first)]
             largest = max((peak for peak in peaks if peak is not None), default=None)
-            if largest is not None:
+            if largest is not None and self._predicts:
                 shift = min(LARGEST_EXPONENT - self.headroom - largest - exponent, 0)
         else:
             first = self._nearest_to_loss(overflowed)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlift.policy import BACKOFF, Dynamic, Policy, Predictive, ScaleState, numbers, peak_for
+from gradlift.policy import BACKOFF, Dynamic, Policy, Predictive, ScaleState, numbers, peak_for, shifted
 from gradlift.torch.checkpoint import Loaded
 from gradlift.torch.step.largest import Largest
 from gradlift.torch.step.readback import Counts
@@ -177,14 +177,11 @@ class DeviceScale:
 
     def shift_(self, exponent: int) -> None:
         """Multiply the scale by ``2**exponent``, within the policy's bounds."""
-        assert self.scale is not None
-        before = self.scale.clone()
-        # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
-        self.scale.mul_(2.0**exponent).clamp_(self.policy.min_scale, self.policy.max_scale)
-        if isinstance(self.policy, Predictive) and self.peak is not None:
-            moved = self.peak * (before / self.scale)
-            fits = peak_for(self.policy, self.scale, self.gap, torch.where)
-            self.peak.copy_(torch.where(self.peak > 0, moved, fits))
+        state = self.require("update")
+        moved = shifted(self.policy, state, exponent, torch.where)
+        state.scale.copy_(moved.scale)
+        if isinstance(self.policy, Predictive):
+            state.peak.copy_(moved.peak)
 
     def exponent(self) -> int:
         """Return log2 of the scale, rounded down; waits for the device."""
