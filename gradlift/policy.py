@@ -422,9 +422,7 @@ def _predict(
     )
 
 
-def shifted(
-    policy: Policy, state: ScaleState, exponent: int, where: Where = ternary
-) -> ScaleState:
+def shifted(policy: Policy, state: ScaleState, exponent: int, where: Where = ternary) -> ScaleState:
     """Return the state with the scale times ``2**exponent``, within the policy's bounds.
 
     ``Predictive`` continues as if its gradients were as much smaller or larger. If it has measured

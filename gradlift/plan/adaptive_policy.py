@@ -160,8 +160,9 @@ class AdaptivePolicy:
         above the loss may overflow, or a format saturates in silence."""
         if self.plan is None or not (self.plan.active or self.format.saturates):
             return False
-        known = record.largest is not None and self._probed_largest is not None
-        return known and record.largest > self._probed_largest + GROWN
+        if record.largest is None or self._probed_largest is None:
+            return False
+        return record.largest > self._probed_largest + GROWN
 
     def _handle_probe(self, record: Record, now: int, result: ProbeResult, exponent: int) -> int:
         self._take_graph(result)

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlift.policy import BACKOFF, Dynamic, Policy, Predictive, ScaleState, numbers, peak_for, shifted
+from gradlift.policy import (
+    BACKOFF,
+    Dynamic,
+    Policy,
+    Predictive,
+    ScaleState,
+    numbers,
+    peak_for,
+    shifted,
+)
 from gradlift.torch.checkpoint import Loaded
 from gradlift.torch.step.largest import Largest
 from gradlift.torch.step.readback import Counts
