@@ -12,18 +12,21 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-IN_A_STEP = ("inf", "nan", "loss", "huge", "missing", "dropped", "stall")
-"""Gradients, losses and batches; ``dropped`` is a batch given up after it was clipped."""
+IN_A_STEP = ("inf", "nan", "loss", "huge", "hot", "missing", "dropped", "stall")
+"""Gradients, losses and batches; ``hot`` takes the forward pass out of float16's range, ``dropped``
+is a batch given up after it was clipped."""
+ROLLBACK = "rollback"
+"""The processes live, and go back to the last checkpoint; one may have a new scaler."""
 UNEVEN = "uneven"
 FILES = ("full disk", "failing writer", "damaged record", "removed record", "damaged state")
 ENDS = ("kill", "other world", "hang")
 """The processes end, and the training goes on from its last checkpoint."""
-KINDS = (*IN_A_STEP, UNEVEN, *FILES, *ENDS)
+KINDS = (*IN_A_STEP, ROLLBACK, UNEVEN, *FILES, *ENDS)
 CHECKS = ("resumed records",)
 """Checks that can be left out."""
 
 TRAINERS = ("loop", "accelerate", "fabric")
-LAYOUTS = ("plain", "ddp", "fsdp2")
+LAYOUTS = ("plain", "ddp", "fsdp2", "tp")
 SCALERS = ("dynamic", "static", "adaptive")
 OPTIMIZERS = ("sgd", "momentum", "adamw", "fused")
 
@@ -54,6 +57,10 @@ class Case:
     max_norm: float | None = None
     half: bool = False
     """Under autocast in float16."""
+    mend: bool = False
+    """Whether a guard may mend the forward pass."""
+    second: bool = False
+    """Whether another network, compiled, is trained with a scaler of its own."""
     micros: int = 1
     steps: int = 12
     save_every: int = 4
@@ -102,6 +109,8 @@ def draw(seed: int, without: Collection[str] = (), device: str = "cpu") -> Case:
         dice.choice(OPTIMIZERS),
         dice.choice((None, 0.5, 50.0)),
         trainer != "loop" or dice.random() < 0.5,
+        dice.random() < 0.5,
+        dice.random() < 0.2,
         dice.choice((1, 1, 2)),
         dice.randint(10, 30),
         dice.randint(3, 7),
@@ -162,7 +171,7 @@ def possible(case: Case, kind: str) -> bool:
             and (case.trainer, case.layout, case.optimizer) == ("loop", "ddp", "sgd")
             and "other world" not in [fault.kind for fault in case.faults]
         )
-    if kind == "huge":
+    if kind in ("huge", "hot"):
         return case.half  # float32 would hold it, and the weights would follow it
     return kind != "hang" or case.ranks > 1
 
@@ -182,7 +191,7 @@ def simpler(case: Case) -> Iterator[Case]:
         yield replace(case, trainer="loop")
     elif case.layout != "plain":
         yield replace(case, layout="plain")
-    for name in ("micros", "max_norm", "optimizer", "half", "save_every"):
+    for name in ("micros", "max_norm", "optimizer", "half", "mend", "second", "save_every"):
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
     if case.scaler != "dynamic":

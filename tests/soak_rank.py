@@ -27,14 +27,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak_cases import ENDS, Case, Fault
+from soak_cases import ENDS, ROLLBACK, Case, Fault
 from soak_training import (
     TRAINERS,
+    Second,
     batch,
     bounds_of,
     join_world,
     local,
     net,
+    new_scaler,
     optimizer_of,
     scaler_of,
 )
@@ -87,11 +89,12 @@ class Session:
         self.updates: dict[int, tuple[float, bool | None]] = {}
         """Scale and skip of every update so far, by its number."""
         self.first, self.recording = 0, True
-        self._load_last()
+        self.first = self._load_last()
         self.shadow = Shadow(self.training, case)
         self.recorder = self._record()
         self.after_drop = False
         self.usages: list[dict[str, int]] = []
+        self.second = Second(case) if case.second else None
 
     def _record(self) -> Any:
         self.records = self.folder / "records" / "run.jsonl"
@@ -103,13 +106,21 @@ class Session:
     # Steps.
 
     def run(self) -> None:
-        for step in range(self.first, self.case.steps):
+        step, over = self.first, set()
+        while step < self.case.steps:
             faults = [f for f in self.case.faults if f.step == step and f.kind not in ENDS]
+            back = [f for f in faults if f.kind == ROLLBACK and f not in over]
+            if back and (self.folder / "last.json").exists():
+                over.add(back[0])
+                step = self._roll_back(step, back[0])
+                continue
             self.step(step, faults)
             if step % self.case.save_every == self.case.save_every - 1:
                 self._save(step + 1)
             if (step - self.first) % WINDOW == WINDOW - 1:
                 self.usages.append(usage())
+            step += 1
+        self._check_compiler()
         self._check_usage()
         self._check_records()
 
@@ -118,13 +129,15 @@ class Session:
         self._end(step, 0)
         for fault in faults:
             self._break_files(fault)
-        if "uneven" in kinds:
+        if "uneven" in kinds and self.world > 1:
             self._uneven(step, kinds["uneven"].chance)
             return
         if "missing" in kinds and (self.case.layout != "plain" or self.world == 1):
             return  # no rank has a batch
         self.training.zero_grad()
         self._backward(step, kinds)
+        if self.second is not None:
+            self.second.step(batch(self.case, step, 0, self.rank)[0], "loss" in kinds)
         self._end(step, 1)
         before = self.shadow.look()
         if "dropped" in kinds:
@@ -153,7 +166,10 @@ class Session:
             for micro in range(self.case.micros):
                 last = micro == self.case.micros - 1
                 with self.training.last_micro(last):
-                    loss = self.training.loss(*batch(self.case, step, micro, self.rank))
+                    x, y = batch(self.case, step, micro, self.rank)
+                    if "hot" in kinds and (self._mine(kinds["hot"]) or self.case.layout == "tp"):
+                        x = x * 2.0**20
+                    loss = self.training.loss(x, y)
                     self.training.backward(loss * self._factor(kinds))
         self.training.average()
         for kind in ("inf", "nan"):
@@ -210,6 +226,25 @@ class Session:
 
     # Faults.
 
+    def _roll_back(self, step: int, fault: Fault) -> int:
+        """Go back to the last checkpoint, perhaps from the middle of a step, and with a new scaler
+        on one rank; the step to go on with."""
+        training, loop = self.training, self.case.trainer == "loop"
+        training.zero_grad()
+        if loop and fault.chance % 2:
+            self._backward(step, {})
+            if self._mine(fault):
+                training.scaler.unscale_(training.optimizer)
+        if loop and fault.chance % 3 == 0 and self._mine(fault):
+            if self.case.scaler == "adaptive":
+                training.scaler.close()
+            training.scaler = new_scaler(self.case, training.outer, self.world)
+        training.zero_grad()
+        first = self._load_last()
+        self.recording = False  # the scaler's recorders have seen the steps that are taken back
+        self.after_drop, self.shadow = False, Shadow(training, self.case)
+        return first
+
     def _end(self, step: int, moment: int) -> None:
         """The fault that ends this attempt, at one of three moments of its step."""
         end = self.end
@@ -265,7 +300,9 @@ class Session:
             values = local(param.detach())
             crc = zlib.crc32(values.cpu().contiguous().numpy().tobytes(), crc)
             finite &= bool(values.isfinite().all())
-        return {"scale": self.training.scaler.get_scale(), "weights": crc, "finite": finite}
+        facts = {"scale": self.training.scaler.get_scale(), "weights": crc, "finite": finite}
+        guard = self.training.scaler.forward_guard
+        return {**facts, "mended": None if guard is None else sorted(guard.mended)}
 
     def _check(self, step: int, before: Look) -> None:
         scaler, case = self.training.scaler, self.case
@@ -273,7 +310,9 @@ class Session:
         facts = everyone({**self._facts(), "bad": before.bad, "skipped": skipped})
         at = f"step {step}"
         require_same([fact["scale"] for fact in facts], f"{at}: the scale on the ranks")
-        if case.layout != "fsdp2":
+        if case.layout in ("fsdp2", "tp"):
+            require_same([fact["mended"] for fact in facts], f"{at}: mended on the ranks")
+        else:
             require_same([fact["weights"] for fact in facts], f"{at}: weights on the ranks")
         require(all(fact["finite"] for fact in facts), f"{at}: weights are not finite")
         low, high = bounds_of(case)
@@ -306,6 +345,8 @@ class Session:
             return
         # In a group a probe under way is taken again, at another scale.
         comparable = self.world == 1 or self.case.scaler != "adaptive"
+        # What a guard is about to look at is in no checkpoint.
+        comparable &= not self.case.mend or all(f.kind != "hot" for f in self.case.faults)
         row = [self.world, facts[0]["scale"], [fact["weights"] for fact in facts]]
         path = self.folder / f"trace-{step}.json"
         if comparable and path.exists():
@@ -313,6 +354,15 @@ class Session:
             same = old[0] != self.world or old == row
             require(same, f"step {step}: a resumed run differs: {old} -> {row}")
         path.write_text(json.dumps(row))
+
+    def _check_compiler(self) -> None:
+        """Searches have left the compiler and the dispatcher as they were."""
+        for scaler in [self.training.scaler] + ([self.second.scaler] if self.second else []):
+            scaler._search.stop()
+        stance = torch._dynamo.eval_frame._stance.stance
+        require(stance == "default", f"the compiler is left at {stance}")
+        modes = torch.utils._python_dispatch._len_torch_dispatch_stack()
+        require(not modes, f"{modes} dispatch modes are left on")
 
     def _check_usage(self) -> None:
         """What grows in every window of a few steps leaks; what grows in one or two was needed."""
@@ -362,14 +412,16 @@ class Session:
             (self.folder / "last.tmp").replace(self.folder / "last.json")
         dist.barrier()
 
-    def _load_last(self) -> None:
+    def _load_last(self) -> int:
+        """Go on from the last checkpoint, if there is one; the step to go on with."""
         path = self.folder / "last.json"
         if not path.exists():
-            return
+            return 0
         about = json.loads(path.read_text())
-        self.first, self.recording = about["step"], about["recording"]
+        self.recording = about["recording"]
         self.updates = {n: (scale, bad) for n, (scale, bad) in enumerate(about["updates"])}
-        self.training.load(self.folder / f"checkpoint-{self.first}")
+        self.training.load(self.folder / f"checkpoint-{about['step']}")
+        return about["step"]
 
 
 # The gradient that the step was to take.
@@ -436,9 +488,11 @@ class Shadow:
     def _clipping(self, before: Look) -> float:
         if self.case.max_norm is None:
             return 1.0
-        square = sum(float(g.double().square().sum()) for g in before.grads if g is not None)
-        if self.case.layout == "fsdp2":
-            square = sum(everyone(square))
+        squares = [0.0, 0.0]  # of what each rank has a part of, and of what each has all of
+        for param, grad in zip(self.training.parameters, before.grads, strict=True):
+            if grad is not None:
+                squares[not hasattr(param, "to_local")] += float(grad.double().square().sum())
+        square = sum(everyone(squares[0])) + squares[1]
         return min(1.0, self.case.max_norm / (math.sqrt(square) + 1e-6))
 
 

@@ -50,12 +50,18 @@ def net(case: Case) -> Net:
 
 
 def batch(case: Case, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    if case.layout == "tp":
+        rank = 0  # they compute one batch together
     chance = torch.Generator().manual_seed(case.seed * 7 + step * 1000 + micro * 100 + rank)
     x, y = torch.randn(ROWS, WIDTH, generator=chance), torch.randn(ROWS, OUT, generator=chance)
     return x.to(case.device), y.to(case.device)
 
 
 def optimizer_of(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    groups: dict[bool, list[Tensor]] = {}
+    for param in parameters:  # torch's foreach takes no DTensor beside a plain tensor
+        groups.setdefault(hasattr(param, "to_local"), []).append(param)
+    parameters = [{"params": group} for group in groups.values()]  # type: ignore[misc]
     if kind in ("adamw", "fused"):
         # With a large eps the size of a gradient shows in the step.
         return torch.optim.AdamW(parameters, lr=0.01, eps=0.1, fused=kind == "fused")
@@ -63,13 +69,18 @@ def optimizer_of(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimiz
 
 
 def scaler_of(case: Case, model: nn.Module, group: Any = None) -> GradScaler:
+    common: Any = {"process_group": group, "forward": "mend" if case.mend else None}
     if case.scaler == "adaptive":
-        return AdaptiveGradScaler(model, case.device, process_group=group, **case.options)
+        return AdaptiveGradScaler(model, case.device, **common, **case.options)
     if case.scaler == "static":
         policy: Any = Static(**case.options)
     else:
         policy = Dynamic(**{"init_scale": 2.0**8, "growth_interval": 4, **case.options})
-    return GradScaler(case.device, policy=policy, model=model, process_group=group)
+    return GradScaler(case.device, policy=policy, model=model, **common)
+
+
+def new_scaler(case: Case, model: nn.Module, world: int) -> GradScaler:
+    return scaler_of(case, model, dist.group.WORLD if world > 1 else None)
 
 
 def bounds_of(case: Case) -> tuple[float, float]:
@@ -95,8 +106,38 @@ def join_world(case: Case, rank: int, world: int, port: int, hangs: bool) -> Non
     dist.init_process_group(backend, timeout=SHORT if hangs else TIMEOUT)
 
 
+def split(model: Net, world: int, device: str) -> None:
+    """Tensor parallelism, in shards that differ in size."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    plan = {"first": ColwiseParallel(output_layouts=Replicate())}
+    plan |= {f"blocks.{n}": ColwiseParallel(output_layouts=Replicate()) for n in range(4)}
+    parallelize_module(model, init_device_mesh(device, (world,)), plan)  # type: ignore[arg-type]
+
+
+class Second:
+    """Another network of this rank's own, compiled, and its scaler, as a GAN has one."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(case.seed + 1)
+        self.case, self.model = case, nn.Linear(WIDTH, OUT).to(case.device)
+        self.call = torch.compile(self.model, backend="aot_eager")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        named: Any = self.call if case.seed % 2 else None
+        self.scaler = GradScaler(case.device, init_scale=2.0**8, model=named)
+
+    def step(self, x: Tensor, bad: bool) -> None:
+        self.optimizer.zero_grad()
+        loss = self.call(x * (float("nan") if bad else 1.0)).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
 class Loop:
-    """The loop of the docs, plain, with DDP or with FSDP2."""
+    """The loop of the docs, plain, with DDP, with FSDP2 or with tensor parallelism."""
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
         self.case, self.rank, self.world = case, rank, world
@@ -111,9 +152,13 @@ class Loop:
         elif case.layout == "fsdp2":
             from torch.distributed.fsdp import fully_shard
 
+            for block in model.blocks:
+                fully_shard(block)
             fully_shard(model)
+        elif case.layout == "tp":
+            split(model, self.world, case.device)
         self.optimizer = optimizer_of(case.optimizer, model.parameters())
-        self.scaler = scaler_of(case, self.outer, dist.group.WORLD if self.world > 1 else None)
+        self.scaler = new_scaler(case, self.outer, self.world)
 
     def warm_up(self) -> None:
         """A backward pass that no step follows. DDP orders its buckets after the first one, the
@@ -183,7 +228,7 @@ class Loop:
             torch.save(state, path / "all.pt")
 
     def _model_state(self) -> dict[str, Any]:
-        if self.case.layout != "fsdp2":
+        if self.case.layout not in ("fsdp2", "tp"):
             return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -193,7 +238,7 @@ class Loop:
 
     def load(self, path: Path) -> None:
         state = torch.load(path / "all.pt", weights_only=True)
-        if self.case.layout == "fsdp2":
+        if self.case.layout in ("fsdp2", "tp"):
             self._load_shards(state)
         else:
             self.model.load_state_dict(state["model"])

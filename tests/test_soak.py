@@ -238,8 +238,31 @@ ON_THREE = Case(
             Case(1, faults=(Fault(6, "kill", 0, 0),), unchecked=("resumed records",)),
             "a resumed run differs",
         ),
+        (
+            "import torch, gradlift.torch.forward.watch as watch\n"
+            "watch.uncompiled = lambda: torch.compiler.set_stance('force_eager')",
+            Case(1, second=True, faults=(Fault(2, "loss", 0, 0), Fault(3, "loss", 0, 0))),
+            "the compiler is left at force_eager",
+        ),
+        (
+            "load = soak_training.GradScaler.load_state_dict\n"
+            "soak_training.GradScaler.load_state_dict = lambda self, state:"
+            " load(self, {**state, 'scale': 2.0})",
+            Case(1, faults=(Fault(6, "rollback", 0, 0),)),
+            "a resumed run differs",
+        ),
     ],
-    ids=["ranks apart", "scaled gradients", "error", "tensors", "files", "buckets", "resume"],
+    ids=[
+        "ranks apart",
+        "scaled gradients",
+        "error",
+        "tensors",
+        "files",
+        "buckets",
+        "resume",
+        "two searches",
+        "rollback",
+    ],
 )
 def test_what_is_broken_is_seen(how, case, said):
     assert said in sabotaged(how, case)
@@ -263,9 +286,22 @@ WITHOUT_A_LOSS = Case(
 )
 
 
+def guarded(layout):
+    """Forward passes of several ranks that leave float16's range now and then, and rollbacks."""
+    hot = [Fault(step, "hot", 1, 0) for step in (2, 4, 5, 9)]
+    back = [Fault(6, "rollback", 1, 3), Fault(11, "rollback", 0, 2)]
+    options = {"init_scale": 2.0**8}
+    faults = tuple(sorted([*hot, *back], key=lambda fault: fault.step))
+    return Case(1, ranks=2, layout=layout, options=options, half=True, mend=True, faults=faults)
+
+
 @needs_gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [ON_THREE, WITHOUT_A_LOSS], ids=["buckets", "after a drop"])
+@pytest.mark.parametrize(
+    "case",
+    [ON_THREE, WITHOUT_A_LOSS, guarded("fsdp2"), guarded("tp")],
+    ids=["buckets", "after a drop", "fsdp2, mended", "tp, mended"],
+)
 def test_what_failed_once_holds(tmp_path, case):
     (tmp_path / "case.json").write_text(case.to_json())
     done = python(HERE / "soak.py", "--case", tmp_path / "case.json")
