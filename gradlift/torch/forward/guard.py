@@ -78,7 +78,9 @@ class ForwardGuard:
         self._names = Names(model)
         self._modules = self._names.modules
         self.distance = float(distance)
-        self._mended: dict[str, str] = {}
+        # A guard of a scaler that this one replaces may have mended some.
+        found = {name: _reason(module) for name, module in self._modules.items()}
+        self._mended = {name: why for name, why in found.items() if why is not None}
 
     @property
     def mended(self) -> Mapping[str, str]:
@@ -97,7 +99,8 @@ class ForwardGuard:
         """Run the module ``name`` mended from now on."""
         name, module = self._find(name)
         if name not in self._mended:
-            module.forward = partial(_forward_of(module), module, type(module).forward)
+            module.forward = _Mended(_forward_of(module), module, type(module).forward)
+            module.forward.why = why
         self._mended.setdefault(name, why)
 
     def undo(self, name: str) -> None:
@@ -142,6 +145,18 @@ class ForwardGuard:
             yield
         finally:
             look.stop()
+
+
+class _Mended(partial):
+    """The forward of a mended module."""
+
+    why: str
+
+
+def _reason(module: nn.Module) -> str | None:
+    """Return why a guard runs ``module`` mended; None if none does."""
+    forward = module.__dict__.get("forward")
+    return forward.why if isinstance(forward, _Mended) else None
 
 
 class Look:
