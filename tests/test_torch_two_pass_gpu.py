@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from gradlift.torch import GradScaler
 from gradlift.torch.two_pass.master_weights import MasterWeights
 from gradlift.torch.two_pass.tables import grad_table
 from gradlift.torch.two_pass.two_pass import TwoPassStep
