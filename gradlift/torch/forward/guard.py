@@ -340,13 +340,26 @@ def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     weight = module.weight.detach().float()
     rows = weight.reshape(weight.shape[0], -1)
-    largest = _whole(torch.linalg.vector_norm(x.detach().float(), math.inf))
-    for_weight = _octaves_over(_whole(torch.linalg.vector_norm(rows, math.inf)))
+    largest = _magnitude(x.detach().float())
+    for_weight = _octaves_over(_magnitude(rows))
     for_input = _octaves_over(largest)
-    bound = largest * _whole(torch.linalg.vector_norm(rows, 1, dim=1).max())
+    bound = largest * _whole(torch.linalg.vector_norm(rows, 1, dim=1)).max()
     for_input = torch.maximum(for_input, _octaves_over(bound) - for_weight)
     powers = (-for_input, -for_weight, for_input + for_weight)
     return tuple(power_of_two(power, torch.float32) for power in powers)  # type: ignore[return-value]
+
+
+def _magnitude(tensor: Any) -> Tensor:
+    """Return the largest magnitude in a tensor, 0-d, and of a DTensor that of all shards; torch's
+    norm refuses one without a part on this rank."""
+    mesh = groups.mesh_of(tensor)
+    if mesh is None or any(placement.is_partial() for placement in tensor.placements):
+        return torch.linalg.vector_norm(_whole(tensor), math.inf)
+    from torch.distributed.tensor import DTensor, Partial
+
+    part = tensor.to_local()
+    own = torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
+    return DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim).full_tensor()
 
 
 def _whole(tensor: Any) -> Tensor:
