@@ -267,11 +267,8 @@ def eager_loss(optimizer, w, factor, backward=True, create_graph=False):
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX shows no loss to the optimizer")
-@pytest.mark.parametrize(
-    ("dropped", "backward"),
-    # TensorFlow does not show whether the gradients of a good loss are kept.
-    [(np.nan, False), (np.nan, True), (1.0, False), *([(1.0, True)] if BACKEND == "torch" else [])],
-)
+@pytest.mark.parametrize("dropped", [np.nan, 1.0])
+@pytest.mark.parametrize("backward", [False, True] if BACKEND == "torch" else [False])
 def test_the_loss_of_a_dropped_step_says_nothing_of_the_next(dropped, backward):
     w = keras.Variable([2.0], name="w")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=1024.0)

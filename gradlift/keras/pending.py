@@ -72,7 +72,7 @@ class Pending:
         )
         # A later loss may hold gradients of the first, a penalty for instance, and be infinite
         # because of the scale.
-        if first is None or first.graph is not graph or _is_over(first, new, holds_gradients):
+        if first is None or first.graph is not graph or _is_over(first, holds_gradients):
             self._losses[thread] = new
 
         def use(is_differentiable: bool) -> None:
@@ -144,15 +144,11 @@ class Pending:
         return true > 0
 
 
-def _is_over(loss: _Loss, new: _Loss, holds_gradients: Callable[[], bool]) -> bool:
-    """Whether the step of ``loss`` was dropped after its gradients were taken, before ``new``."""
-    if not loss.is_used or loss.is_differentiable:
+def _is_over(loss: _Loss, holds_gradients: Callable[[], bool]) -> bool:
+    """Whether the step of ``loss`` was dropped after its gradients were taken; torch only."""
+    if not loss.is_used or loss.is_differentiable or keras.backend.backend() != "torch":
         return False
-    if keras.backend.backend() == "torch":
-        return not holds_gradients()
-    # TensorFlow does not show whether gradients are kept. A bad loss is the usual reason to drop a
-    # step, and a finite one cannot hold its gradients.
-    return bool(new.finite) and not bool(loss.finite)
+    return not holds_gradients()
 
 
 def _watched(scaled: Any, use: Callable[[bool], None]) -> Any:
