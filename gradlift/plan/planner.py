@@ -190,7 +190,7 @@ def _with_fewest_cuts(graph: Graph, lows: Sequence[int], tops: Sequence[int]) ->
     if set(graph.pinned.values()) == {0} and max(lows) <= 0:
         return [0] * len(lows)
     intervals = [Interval(low, top) for low, top in zip(lows, tops, strict=True)]
-    return fewest_cuts(graph, intervals, loss=0)
+    return fewest_cuts(graph, intervals)
 
 
 def _needs(count: int, evidence: Evidence, loss: int) -> list[int]:
