@@ -125,7 +125,7 @@ class _Tree:
         return [offsets[i] for i in range(len(offsets))]
 
     def improved(self, offsets: list[int]) -> list[int]:
-        """Return the offsets after every single change that saves a cut; on a tree there is none."""
+        """Return the offsets after every change that saves a cut; on a tree there is none."""
         again = True
         while again:
             again = False
