@@ -37,6 +37,9 @@ import contextlib
 import inspect
 import json
 import math
+import os
+import subprocess
+import sys
 import textwrap
 import time
 from collections import deque
@@ -51,7 +54,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import layer_recording, regimes
-from benchmarks.command import Command, begin, tell
+from benchmarks.command import ROOT, Command, begin, tell
 from benchmarks.layer_runs import (
     Arm,
     Flow,
@@ -553,7 +556,7 @@ Results = dict[str, list[Result]]
 
 
 def replay_all(
-    folder: Path, numbers: Sequence[int], arms: Mapping[str, Callable[[], Result | Arm]]
+    folder: Path, numbers: Sequence[int], arms: Mapping[str, Callable[[], Arm]]
 ) -> Results:
     """Replay every arm on every recording."""
     results: Results = {name: [] for name in arms}
@@ -561,11 +564,24 @@ def replay_all(
     for place, number in enumerate(numbers, 1):
         run = Run(LayerRecording.load(folder / f"{number:04d}.npz"))
         for name, make in arms.items():
-            made = make()
-            results[name].append(made if isinstance(made, Result) else replay(run, made))
+            results[name].append(replay(run, make()))
         if place % 10 == 0 or place == len(numbers):
             tell(f"{place} of {len(numbers)} regimes, {time.monotonic() - start:.0f} s")
     return results
+
+
+def replay_former(folder: Path, numbers: Sequence[int], former: Path, *more: str) -> list[Result]:
+    """Replay another version's planner, in a process of its own; see ``layer_former.py``."""
+    code = [sys.executable, "-P", "-m", "benchmarks.layer_former", str(folder.absolute())]
+    path = os.pathsep.join([str(former.absolute()), str(ROOT)])
+    done = subprocess.run(
+        [*code, *map(str, numbers), *more],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [Result(**found) for found in json.loads(done.stdout.splitlines()[-1])]
 
 
 def ablate(folder: Path, numbers: Sequence[int], only: str | None) -> Results:
@@ -630,6 +646,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--set", choices=list(SETS), default="tune", help="(%(default)s)")
     command.add_argument("--only", type=int, metavar="N", help="one regime of the set")
     command.add_argument("--each", action="store_true", help="print single regimes too")
+    text = "folder with a copy of gradlift at 283d340 (see layer_former.py), to replay it too"
+    command.add_argument("--former", type=Path, metavar="PATH", help=text)
     command.add_argument("--variant", metavar="TEXT", help="ablate only what has TEXT in its name")
     options = command.parse_args(argv)
     numbers = list(SETS[options.set])
@@ -649,6 +667,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     begin(torch.device("cpu"), one_thread=True)
     if options.action == "replay":
         results = replay_all(options.folder, numbers, make_arms())
+        if options.former is not None:
+            folder = options.folder, numbers, options.former
+            results["283d340, one scale"] = replay_former(*folder, "--one-scale")
+            results["283d340, layer-wise"] = replay_former(*folder)
         print_table(results, "torch")
     else:
         results = ablate(options.folder, numbers, options.variant)
