@@ -322,12 +322,16 @@ class Outcome(NamedTuple):
         lowest = np.minimum(self.exponents[flow.down], self.exponents[flow.up])
         return np.clip(lowest, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
 
+    @property
+    def counts(self) -> NDArray[np.bool_]:
+        """(tensors,) whether each is a parameter's gradient, and neither zero nor noise."""
+        return self.flow.counts_for_error & (self.flow.top[self.row] > NONE)
+
     def errors(self) -> NDArray[np.float64]:
-        """Return the error of every parameter that has a gradient."""
+        """Return the error of every parameter that counts."""
         flow = self.flow
         own = flow.own[self.row, np.arange(len(flow.down)), self.lowest]
-        counts = flow.counts_for_error & (flow.top[self.row] > NONE)
-        return np.sqrt(np.minimum(flow.flow[self.row][counts] @ own, 1.0))
+        return np.sqrt(np.minimum(flow.flow[self.row][self.counts] @ own, 1.0))
 
     def room(self) -> float:
         """Return by how much all exponents could be higher without an overflow."""
@@ -459,7 +463,11 @@ class Result:
 
 
 def replay(run: Run, arm: Arm) -> Result:
-    """Run an arm over a recording. Steps whose loss is not finite count for nothing."""
+    """Run an arm over a recording.
+
+    Steps whose loss is not finite count for nothing, and neither do those in which no parameter has
+    a gradient beyond noise.
+    """
     costs, errors, rooms, cuts, losses = [], [], [], [], []
     skips = changes = 0
     last: dict[int, NDArray[np.int64]] = {}
@@ -474,15 +482,13 @@ def replay(run: Run, arm: Arm) -> Result:
         last[number] = offsets
         losses.append(int(exponents[flow.graph.loss]))
         cuts.append(sum(exponents[down] != exponents[up] for _, down, up in flow.cuts))
-        if not outcome.bad_loss:
+        if not outcome.bad_loss and outcome.counts.any():
             if outcome.overflow:
                 skips += 1
                 costs.append(1.0)
             else:
-                found = outcome.errors()
-                if len(found):
-                    errors.append(float(found.mean()))
-                    costs.append(errors[-1])
+                errors.append(float(outcome.errors().mean()))
+                costs.append(errors[-1])
             if step >= SETTLED_STEP:
                 rooms.append(outcome.room())
         arm.end(outcome)
