@@ -10,8 +10,10 @@ as the torch scaler shows it, and adds up what is lost (``layer_runs.py``). No t
     PYTHONPATH=. python3 benchmarks/layer_replay.py ablate FOLDER --set tune    10 minutes
 
 The sets "tune" and "unseen" are those of ``regimes.py``. In most of their regimes one scale is
-enough. "layered" and "layered-unseen" have only chains, residual networks, pyramids and attention.
-Choices are made on "tune" and "layered". The others are for one comparison at the end.
+enough. "layered" has only chains, residual networks, pyramids and attention. In "deep" these are such
+that one scale loses some gradients: chains of low gain, layer scales of 2^-20 and less, attention
+of small weights. Choices are made on "tune", "layered" and "deep". The sets "unseen",
+"layered-unseen" and "deep-unseen" are for one comparison at the end.
 
 Recordings are files of FOLDER; those that are there are kept. All actions print for each arm:
 
@@ -38,6 +40,7 @@ import inspect
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -45,6 +48,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,7 +70,16 @@ from benchmarks.layer_runs import (
     is_narrow,
     replay,
 )
-from benchmarks.regimes import KINDS, STEPS, find_interval, regime
+from benchmarks.recorded import Network
+from benchmarks.regimes import (
+    KINDS,
+    STEPS,
+    Attention,
+    Chain,
+    Regime,
+    Residual,
+    find_interval,
+)
 from gradlift import policy as policies
 from gradlift.plan import (
     evidence,
@@ -85,6 +98,7 @@ from gradlift.torch.ranks.reductions import Reduction
 
 TOLERANCE, HEADROOM = 1e-3, 3
 _LAYERED = ("chain", "residual", "pyramid", "attention")
+_DEEP = ("chain", "chain", "residual", "attention")
 
 
 def _layered(first: int) -> list[int]:
@@ -96,7 +110,31 @@ SETS: dict[str, Sequence[int]] = {
     **regimes.SETS,
     "layered": _layered(2000),
     "layered-unseen": _layered(3000),
+    "deep": range(4000, 4032),
+    "deep-unseen": range(5000, 5032),
 }
+
+
+def draw(number: int) -> Regime:
+    """Draw a regime; one of the sets "deep" has a body whose gradients span many octaves."""
+    if number < SETS["deep"][0]:
+        return regimes.draw(number)
+    kind = _DEEP[number % len(_DEEP)]
+    drawn = regimes.draw(len(KINDS) * number + KINDS.index(kind))
+    chance = random.Random(f"deep regime of gradlift {number}")
+    inputs, width = drawn.shape[-1], drawn.width
+    if kind == "chain":
+        depth, gain = chance.randint(24, 48), chance.uniform(0.35, 0.75)
+        body, about = partial(Chain, inputs, width, depth, gain, torch.tanh), f"{depth}, {gain:.2f}"
+    elif kind == "residual":
+        depth, scale = chance.choice([4, 6, 8]), 2.0 ** -chance.uniform(20, 36)
+        body, about = partial(Residual, inputs, width, depth, scale), f"2^{math.log2(scale):.0f}"
+    else:
+        depth, std = chance.randint(1, 3), 2.0 ** -chance.uniform(7, 13)
+        body, about = partial(Attention, inputs, width, depth, 2, std), f"2^{math.log2(std):.0f}"
+    about = [f"deep {kind} {about}", *drawn.about[1:]]
+    return replace(drawn, name=f"r{number:04d}_{kind}", body=body, about=about)
+
 
 # Arms.
 
@@ -544,7 +582,8 @@ def record(folder: Path, numbers: Sequence[int]) -> None:
     for number in numbers:
         path = folder / f"{number:04d}.npz"
         if not path.exists():
-            made = layer_recording.record(regime(number), number, STEPS)
+            drawn = draw(number)
+            made = layer_recording.record(Network(drawn.name, drawn.make), number, STEPS)
             made.save(path)
             graphs = ", ".join(
                 f"{len(g.components)} components and {len(g.tensors)} tensors" for g in made.graphs
@@ -634,7 +673,7 @@ def print_each(numbers: Sequence[int], results: Results) -> None:
             f"{r[place].changes:2}"
             for r in results.values()
         ]
-        about = ", ".join(regimes.draw(numbers[place]).about)
+        about = ", ".join(draw(numbers[place]).about)
         print(f"{numbers[place]:4} {' |'.join(parts)}  {about}")
 
 
