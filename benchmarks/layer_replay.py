@@ -6,12 +6,13 @@ the true gradient of every tensor that a probe counts, attention's queries and k
 as the torch scaler shows it, and adds up what is lost (``layer_runs.py``). No training is repeated.
 
     PYTHONPATH=. python3 benchmarks/layer_replay.py record FOLDER --set tune    8 minutes on a CPU
-    PYTHONPATH=. python3 benchmarks/layer_replay.py replay FOLDER --set tune    half a minute
-    PYTHONPATH=. python3 benchmarks/layer_replay.py ablate FOLDER --set tune    10 minutes
+    PYTHONPATH=. python3 benchmarks/layer_replay.py replay FOLDER --set tune    10 seconds
+    PYTHONPATH=. python3 benchmarks/layer_replay.py ablate FOLDER --set tune    4 minutes
+    PYTHONPATH=. python3 benchmarks/layer_replay.py check FOLDER --set tune     1 minute
 
 The sets "tune" and "unseen" are those of ``regimes.py``. In most of their regimes one scale is
-enough. "layered" has only chains, residual networks, pyramids and attention. In "deep" these are such
-that one scale loses some gradients: chains of low gain, layer scales of 2^-20 and less, attention
+enough. "layered" has only chains, residual networks, pyramids and attention. In "deep" these are
+such that one scale loses some gradients: chains of low gain, small layer scales, attention
 of small weights. Choices are made on "tune", "layered" and "deep". The sets "unseen",
 "layered-unseen" and "deep-unseen" are for one comparison at the end.
 
@@ -25,6 +26,10 @@ Recordings are files of FOLDER; those that are there are kept. All actions print
     changes  of a plan after step 40, mean over regimes
     room     powers of two between the scale and the largest clean one, median over regimes
     vs ...   difference of cost, paired by regime, with a bootstrap 95% interval
+
+``check`` looks for violations of properties: a step that repeats changes nothing after 30 steps, a
+loss times 2^k shifts every exponent by -k, names of modules do not matter, and no offset falls
+without an overflow or a larger gradient.
 
 Parameters whose gradient is dominated by rounding in the forward pass are left out of the error: no
 exponent helps them.
@@ -60,6 +65,7 @@ from numpy.typing import NDArray
 from benchmarks import layer_recording, regimes
 from benchmarks.command import ROOT, Command, begin, tell
 from benchmarks.layer_runs import (
+    NONE,
     Arm,
     Flow,
     LayerRecording,
@@ -68,7 +74,10 @@ from benchmarks.layer_runs import (
     Result,
     Run,
     is_narrow,
+    renamed,
+    repeated,
     replay,
+    shifted,
 )
 from benchmarks.recorded import Network
 from benchmarks.regimes import (
@@ -573,6 +582,112 @@ def _with_min_probes(number: int) -> Callable[..., None]:
     return init
 
 
+# Properties.
+
+_REPEATS, _SETTLED = 90, 30
+
+
+@dataclass
+class Course:
+    """What an arm did on a run: S steps. Only for runs with one graph are arrays complete."""
+
+    exponents: list[NDArray[np.int64]]
+    offsets: list[NDArray[np.int64]]
+    overflow: list[bool]
+    probed: list[bool]
+
+
+def follow(run: Run, arm: LayerWise) -> Course:
+    """Run the layer-wise arm and keep all exponents."""
+    course = Course([], [], [], [])
+    for step in range(run.steps):
+        flow = run.flow(step)
+        exponents = arm.exponents(step, flow)
+        outcome = run.outcome(step, exponents)
+        course.exponents.append(exponents)
+        course.offsets.append(exponents - exponents[flow.graph.loss])
+        course.overflow.append(outcome.overflow)
+        course.probed.append(arm.probing)
+        arm.end(outcome)
+    return course
+
+
+def same(left: Sequence[NDArray[np.int64]], right: Sequence[NDArray[np.int64]]) -> bool:
+    """Return whether two courses are equal."""
+    return all((a == b).all() for a, b in zip(left, right, strict=True))
+
+
+def find_violations(recording: LayerRecording) -> Iterator[tuple[str, str]]:
+    """Yield (property, example) for what does not hold on a recording.
+
+    An offset may fall if a step overflowed shortly before, or if the latest probe saw a larger
+    gradient in the component than the probe before, relative to the largest parameter gradient.
+    """
+    run = Run(recording)
+    base = follow(run, LayerWise())
+    for step in (20, 120):
+        course = follow(Run(repeated(recording, step, _REPEATS)), LayerWise())
+        for name, values in (("offsets", course.offsets), ("loss scale", course.exponents)):
+            changed = [n for n in range(_SETTLED, _REPEATS) if (values[n] != values[n - 1]).any()]
+            if changed and not (name == "loss scale" and any(course.overflow)):
+                yield f"same step: {name} change after {_SETTLED} steps", f"step {step}: {changed}"
+    for bits in (-6, 5):
+        moved = follow(Run(shifted(recording, bits)), LayerWise(init_scale=2.0 ** (8 - bits)))
+        if not same(moved.exponents, [e - bits for e in base.exponents]):
+            at = [not (a == b - bits).all() for a, b in zip(moved.exponents, base.exponents)]  # noqa: B905
+            yield "loss times 2^k", f"k = {bits}: from step {at.index(True)}"
+    other = follow(Run(renamed(recording)), LayerWise())
+    if not same(other.exponents, base.exponents):
+        yield "names", ""
+    yield from _falls(run, base)
+
+
+def _falls(run: Run, course: Course) -> Iterator[tuple[str, str]]:
+    seen: list[dict[str, int]] = []
+    before: dict[str, int] = {}
+    for step in range(run.steps):
+        flow, row = run.flow(step), run.rows[step]
+        now = {
+            keys[0]: int(at)
+            for keys, at in zip(flow.graph.components, course.offsets[step], strict=True)
+            if keys
+        }
+        recent = any(course.overflow[max(step - DELAY - 3, 0) : step])
+        for key in now.keys() & before.keys():
+            if now[key] < before[key] and not recent and len(seen) > 1:
+                grew = seen[-1].get(key, 0) > seen[-2].get(key, 0)
+                if not grew:
+                    kind = "to the loss" if now[key] == 0 else "not to the loss"
+                    example = f"{key} from {before[key]} to {now[key]} in step {step}"
+                    yield f"offset falls {kind}, gradients no larger", example
+        before = now
+        if course.probed[step]:
+            largest = max(flow.top[row][flow.is_parameter & flow.is_narrow], default=0)
+            peaks: dict[str, int] = {}
+            for place, top in enumerate(flow.top[row]):
+                for side in (flow.down[place], flow.up[place]):
+                    keys = flow.graph.components[side]
+                    if keys and flow.is_narrow[place]:
+                        peaks[keys[0]] = max(peaks.get(keys[0], NONE), int(top - largest))
+            seen.append(peaks)
+
+
+def check(folder: Path, numbers: Sequence[int]) -> None:
+    """Print how many recordings violate each property, with an example."""
+    found: dict[str, list[str]] = {}
+    for number in numbers:
+        recording = LayerRecording.load(folder / f"{number:04d}.npz")
+        own: dict[str, str] = {}
+        for name, example in find_violations(recording):
+            own.setdefault(name, f"{number}: {example}")
+        for name, example in own.items():
+            found.setdefault(name, []).append(example)
+        tell(f"regime {number}: {', '.join(own) or 'all properties hold'}")
+    print(f"{len(numbers)} regimes")
+    for name, examples in sorted(found.items()):
+        print(f"{len(examples):3} violate: {name}; for example {'; '.join(examples[:3])}")
+
+
 # The command.
 
 
@@ -680,7 +795,7 @@ def print_each(numbers: Sequence[int], results: Results) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     command = Command(__doc__, json=True)
-    command.add_argument("action", choices=["record", "replay", "ablate"])
+    command.add_argument("action", choices=["record", "replay", "ablate", "check"])
     command.add_argument("folder", type=Path, help="of the recordings")
     command.add_argument("--set", choices=list(SETS), default="tune", help="(%(default)s)")
     command.add_argument("--only", type=int, metavar="N", help="one regime of the set")
@@ -704,6 +819,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if missing:
         command.error(f"{options.folder} lacks regimes {missing}; record them first")
     begin(torch.device("cpu"), one_thread=True)
+    if options.action == "check":
+        check(options.folder, numbers)
+        return
     if options.action == "replay":
         results = replay_all(options.folder, numbers, make_arms())
         if options.former is not None:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -157,6 +158,55 @@ class LayerRecording:
             seconds=meta["seconds"],
             **columns,
         )
+
+
+# Changed recordings.
+
+
+def repeated(recording: LayerRecording, step: int, times: int) -> LayerRecording:
+    """Return a recording in which one step comes again and again."""
+    number = int(recording.graph_of[step])
+    row = int((recording.graph_of[:step] == number).sum())
+    return replace(
+        recording,
+        graphs=[recording.graphs[number]],
+        graph_of=np.zeros(times, np.int16),
+        counts=[np.repeat(recording.counts[number][row : row + 1], times, 0)],
+        zeros=[np.repeat(recording.zeros[number][row : row + 1], times, 0)],
+        largest=[np.repeat(recording.largest[number][row : row + 1], times, 0)],
+        bad_loss=np.repeat(recording.bad_loss[step : step + 1], times),
+    )
+
+
+def shifted(recording: LayerRecording, bits: int) -> LayerRecording:
+    """Return the recording of a loss that is 2**bits times as large."""
+    largest = [part * np.float32(2.0**bits) for part in recording.largest]
+    return replace(recording, lowest=recording.lowest + bits, largest=largest)
+
+
+def renamed(recording: LayerRecording) -> LayerRecording:
+    """Return a recording with other names of modules, in another order of the alphabet."""
+    words: dict[str, str] = {}
+
+    def new(name: str) -> str:
+        home, colon, label = name.partition(": ")
+        module, *rest = re.split(r"(?=[\[@])", home, maxsplit=1)
+        parts = [words.setdefault(w, f"w{9999 - len(words)}") for w in module.split(".") if w]
+        return ".".join(parts) + "".join(rest) + colon + label
+
+    graphs = [
+        replace(
+            graph,
+            components=tuple(tuple(map(new, keys)) for keys in graph.components),
+            tensors=tuple(replace(t, key=new(t.key)) for t in graph.tensors),
+        )
+        for graph in recording.graphs
+    ]
+    is_noise = {new(name): noise for name, noise in recording.is_noise.items()}
+    return replace(recording, graphs=graphs, is_noise=is_noise)
+
+
+# Replays.
 
 
 class Flow:
