@@ -77,7 +77,7 @@ def test_planned_exponents_train_what_one_scale_flushes(seed):
     assert planned == pytest.approx(exact, abs=0.01)
     assert one[0] == pytest.approx(exact[0], abs=0.01)
     # All that it learns comes from the first step, which is not rounded, through Adam's memory.
-    assert one[1] > exact[1] + 0.25
+    assert one[1] > exact[1] + 0.15
 
 
 def test_random_rounding_trains_as_well():

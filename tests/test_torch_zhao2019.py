@@ -568,8 +568,8 @@ def sharded(x: torch.Tensor, rank: int) -> Any:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     run = Run(model, x, small=2.0**-20, process_group=dist.group.WORLD)
     results, observe = [], policy_of(run.scaler).observe
-    policy_of(run.scaler).observe = lambda record, now, result=None, overflowed=(): (
-        results.append(result) or observe(record, now, result, overflowed)
+    policy_of(run.scaler).observe = lambda record, now, result=None, *others: (
+        results.append(result) or observe(record, now, result, *others)
     )
     run.steps(8)
     found = {p.name: p.weight for p in results[0].cut_statistics}

@@ -1,16 +1,17 @@
-"""Decides the exponents of components and the next probe, step by step.
+"""Decides the offsets of components and the next probe, step by step.
 
 Pure Python over whole numbers: ranks that observe the same decide the same. Every step leaves a
 record, a probed step also the result of its probe::
 
     a probe      take it in as evidence, plan; probe again at once if a component was raised
-    an overflow  take it in as evidence of the raised components that show it first; all components
-                 behind them go back to the loss scale; probe at once
-    otherwise    follow the largest gradient; with active cuts, probe if it has grown
+    an overflow  take it in as evidence of the raised components that show it first; probe at once
+    otherwise    with active cuts, probe if the largest gradient has grown
 
-The device decides the loss scale: ``Predictive`` does, see ``gradlift.policy``. Under the paper's
-rule (``gradlift.zhao2019``) the plan decides it, and ``observe`` returns by how much it is to
-change. Records arrive some steps late, so the answer is a shift and never an absolute exponent.
+The device decides the loss scale: ``Predictive`` follows the largest parameter gradient, see
+``gradlift.policy``. Gradients of other kinds may be larger. By how much a probe shows: that is
+``excess``, and parameter gradients count 2**excess times. Under the paper's rule
+(``gradlift.zhao2019``) the plan decides the loss scale. ``observe`` returns by how much it is to
+change at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from gradlift.plan.graph import Graph
 from gradlift.plan.module_offsets import OFFSETS, ModuleOffsets
 from gradlift.plan.observations import (
     ADVICE,
+    COUNT,
+    EXPONENT,
     FORMAT,
     GRAPH,
     INDEX,
@@ -37,7 +40,7 @@ from gradlift.plan.observations import (
 )
 from gradlift.plan.paper_planner import paper_plan
 from gradlift.plan.plan import PLAN, Plan
-from gradlift.plan.planner import choose
+from gradlift.plan.planner import LARGEST_OFFSET, choose
 from gradlift.plan.probe_schedule import SCHEDULE, ProbeSchedule
 from gradlift.policy import LARGEST_EXPONENT
 from gradlift.schema import Mismatch, list_of, optional, record, row, whole
@@ -46,6 +49,8 @@ from gradlift.zhao2019 import Zhao2019, check_same, name_of, resolve
 DEFAULT_INTERVAL = 200
 BACKOFF = 4
 """Powers of two by which the device lowers the scale on an overflow under the paper's rule."""
+GROWN = 2
+"""Bits by which the largest gradient has grown since a probe when a new one is due."""
 
 
 class AdaptivePolicy:
@@ -76,12 +81,15 @@ class AdaptivePolicy:
         self.plan: Plan | None = None
         self.component_of_parameter: dict[str, int] = {}
         """The component that computes each parameter's gradient, in the latest probe."""
+        self.excess = 0
+        """Bits by which the model's largest gradient exceeds every parameter gradient that counts,
+        as the components store them."""
         self._evidence = Evidence(tolerance, headroom, self.format.saturates)
         self._offsets = ModuleOffsets()
         self._graph: Graph | None = None
-        self._gap = 0
-        self._loss_level: int | None = None
-        """The level of the loss that the plan was made for."""
+        self._probed_largest: int | None = None
+        """``Record.largest`` of the latest probe."""
+        self._most_cuts = 0
         self._shifts: list[tuple[int, int]] = []
         """(step, shift) of the loss exponent under the paper's rule."""
 
@@ -91,25 +99,20 @@ class AdaptivePolicy:
         return dict(self._offsets.current)
 
     @property
-    def parameter_offsets(self) -> dict[str, int]:
-        """The offset of each parameter whose component is above the loss."""
-        if self.plan is None or self.plan.one_exponent_serves:
+    def parameter_weights(self) -> dict[str, int]:
+        """The bits by which each parameter's gradient counts more in the largest gradient: the
+        offset of its component, and the excess."""
+        if self.plan is None or self.rule is not None:
             return {}
-        offsets = self.plan.offsets
-        components = self.component_of_parameter
-        return {name: offsets[i] for name, i in components.items() if offsets[i] > 0}
-
-    @property
-    def loss_headroom(self) -> int:
-        """The headroom that ``Predictive`` is to keep: more than the user's for an 8-bit format."""
-        if self._loss_level is None or not self.format.saturates:
-            return self.headroom
-        return min(max(LARGEST_EXPONENT - self._gap - self._loss_level, 0), LARGEST_EXPONENT)
+        # Gradients in float32 do not overflow in a raised component.
+        narrow = self._evidence.has_parameters
+        bits = [max(offset, 0) * narrow + self.excess for offset in self.plan.offsets]
+        return {name: bits[i] for name, i in self.component_of_parameter.items() if bits[i]}
 
     @property
     def needs_more_probes(self) -> bool:
         """Whether nothing is known yet, or another probe follows at once."""
-        return self._evidence.peak is None or self.schedule.searching
+        return self._evidence.largest is None or self.schedule.searching
 
     def observe(
         self,
@@ -117,8 +120,9 @@ class AdaptivePolicy:
         now: int,
         result: ProbeResult | None = None,
         overflowed: Sequence[str] = (),
+        exponent: int | None = None,
     ) -> int:
-        """Take in a step; return the shift of the loss exponent, 0 unless the plan decides it.
+        """Take in a step; return by how much the loss exponent is to change at once.
 
         Args:
             record: of a step that is over.
@@ -126,81 +130,131 @@ class AdaptivePolicy:
             result: of the probe, if that step was probed.
             overflowed: names of the parameters whose gradient was not finite, if there was an
                 overflow.
+            exponent: of the loss in the next step, at a probe or an overflow.
         """
-        before = record.exponent + self._shifted_since(record.step)
+        offsets, shift = self._offsets.current, 0
         overflow = record.overflow and not record.bad_loss
-        offsets, expected = self._offsets.current, before
-        if overflow and self.rule is not None:
-            expected = max(before - BACKOFF, MIN_EXPONENT)
-        self._evidence.add(record)
-        self._gap = self._gap if record.gap is None else record.gap
-        if result is not None and not result.tensors:
+        exponent = record.exponent if exponent is None else exponent
+        if result is not None and (record.bad_loss or not result.tensors):
             result = None
             self.schedule.probe_after(now)
-        if record.bad_loss:
-            if result is not None:
-                self.schedule.probe_after(now)
-        elif overflow:
-            self._handle_overflow(record, now, result, overflowed)
+        if overflow:
+            shift = self._handle_overflow(record, now, result, overflowed, exponent)
         elif result is not None:
-            self._handle_probe(record, now, result)
-        elif self.plan is not None and self.plan.active and self._evidence.has_grown(record):
+            shift = self._handle_probe(record, now, result, exponent)
+        elif not record.bad_loss and self._has_grown(record):
             self.schedule.met_unplanned(now + 1)
         if self._offsets.current != offsets:
             self._offsets.keep_past(now, offsets)
-        return self._shift(record, now, before, expected)
-
-    def _shift(self, record: Record, now: int, before: int, expected: int) -> int:
-        """Return the shift of the loss exponent, and keep the plan at the exponent in force."""
-        if self.plan is None:
-            return 0
-        target = expected
         if self.rule is not None:
-            target = min(max(self.plan.global_exponent, MIN_EXPONENT), MAX_EXPONENT)
-            target = min(target, before) if record.overflow else target
-            if target != expected:
-                self._shifts.append((now, target - expected))
-        if target != self.plan.global_exponent and not record.overflow:
-            self.plan = self.plan.shifted(target - self.plan.global_exponent)
-        return target - expected
+            return self._follow_paper(record, now, overflow)
+        if self.plan is not None:
+            self.plan = self.plan.at_loss(exponent + shift)
+        return shift
 
-    def _shifted_since(self, step: int) -> int:
-        if not self._shifts:
-            return 0
-        self._shifts = [(at, by) for at, by in self._shifts if at >= step]
-        return sum(by for _, by in self._shifts)
+    def _has_grown(self, record: Record) -> bool:
+        """Return whether the largest gradient has grown much since a probe, where a component
+        above the loss may overflow, or a format saturates in silence."""
+        if self.plan is None or not (self.plan.active or self.format.saturates):
+            return False
+        known = record.largest is not None and self._probed_largest is not None
+        return known and record.largest > self._probed_largest + GROWN
 
-    def _handle_probe(self, record: Record, now: int, result: ProbeResult) -> None:
+    def _handle_probe(self, record: Record, now: int, result: ProbeResult, exponent: int) -> int:
         self._take_graph(result)
         self.schedule.probed(record.step)
-        if record.largest is None:
+        self._evidence.add_probe(result)
+        if self._evidence.largest is None:
             # Nothing but zeros: the device raises the scale, and another probe may show more.
             self.schedule.planned(now, probe_again=True)
-            return
-        self._evidence.add_probe(record, result)
-        self._replan(record, result)
+            return 0
+        self._probed_largest = record.largest
+        # The exponent was chosen for the excess of an earlier probe, or for no gradient at all.
+        safe = LARGEST_EXPONENT - self.headroom - self._evidence.largest
+        shift = safe - exponent if self.rule is None else 0
+        shift = shift if self.plan is None else min(shift, 0)
+        self._replan(exponent + shift, result)
         assert self.plan is not None
-        self.schedule.planned(now, probe_again=self.plan.probe_again)
+        self.excess = self._new_excess(record, self._evidence.largest)
+        cuts = len(self.plan.active)
+        self.schedule.planned(
+            now, probe_again=self.plan.probe_again, progress=cuts > self._most_cuts
+        )
+        self._most_cuts = max(self._most_cuts, cuts)
+        return shift
+
+    def _new_excess(self, record: Record, largest: int) -> int:
+        assert self.plan is not None and self._graph is not None
+        found = self.excess
+        if self._evidence.has_parameters:
+            below = [
+                known - max(offset, 0)
+                for component, offset in enumerate(self.plan.offsets)
+                if (known := self._evidence.parameters_below(self._graph, component)) is not None
+            ]
+            found = max(min(below, default=0), 0)
+        elif record.largest is not None:
+            found += largest - record.largest
+        return min(max(found, -LARGEST_OFFSET), LARGEST_OFFSET)
 
     def _handle_overflow(
-        self, record: Record, now: int, result: ProbeResult | None, overflowed: Sequence[str]
-    ) -> None:
+        self,
+        record: Record,
+        now: int,
+        result: ProbeResult | None,
+        overflowed: Sequence[str],
+        exponent: int,
+    ) -> int:
+        shift = 0
         if result is not None:
             self._take_graph(result)
             first = overflowed_first(result)
+            # A finite gradient in float32 shows how large it is where it becomes float16.
+            peaks = [t.histogram.peak for t in result.tensors if set(t.components) & set(first)]
+            largest = max((peak for peak in peaks if peak is not None), default=None)
+            if largest is not None:
+                shift = min(LARGEST_EXPONENT - self.headroom - largest - exponent, 0)
         else:
             first = self._nearest_to_loss(overflowed)
         self.schedule.probe_at_once(now)
         if self._graph is None:
-            return
-        keys = {i: (self._graph.components[i].modules or ("",))[0] for i in first}
-        at = {i: 0 if record.uncut else self._offsets.at(record.step, keys[i]) for i in first}
-        # The device lowers the loss. Only components above it are the plan's to lower.
-        raised = {i: record.exponent + at[i] for i in first if at[i] > 0 or self.rule is not None}
-        behind = self._graph.behind(first) if self.rule is None else ()
-        self._evidence.add_overflow(self._graph, raised, behind)
-        if self.plan is not None and (raised or self.plan.active):
-            self._replan(record)
+            return 0
+        ran_at = {i: self._ran_at(record, i) for i in first}
+        if self.rule is None:
+            # The device lowers the loss. Only components above it are the plan's to lower.
+            ran_at = {i: offset for i, offset in ran_at.items() if offset > 0}
+            behind = self._graph.behind(ran_at)
+            self._evidence.add_overflow(self._graph, {i: self._ran_at(record, i) for i in behind})
+        else:
+            at = {i: record.exponent + offset for i, offset in ran_at.items()}
+            self._evidence.add_true_overflow(self._graph, at)
+        if self.plan is not None and (ran_at or self.plan.active):
+            self._replan(exponent)
+        return 0 if ran_at else shift
+
+    def _ran_at(self, record: Record, component: int) -> int:
+        """Return the offset that a component had in the step of a record."""
+        assert self._graph is not None
+        modules = self._graph.components[component].modules
+        return 0 if record.uncut or not modules else self._offsets.at(record.step, modules[0])
+
+    def _follow_paper(self, record: Record, now: int, overflow: bool) -> int:
+        """Return the shift of the loss exponent to the plan's.
+
+        Records arrive some steps late, so shifts since then count.
+        """
+        if self.plan is None:
+            return 0
+        self._shifts = [(at, by) for at, by in self._shifts if at >= record.step]
+        before = record.exponent + sum(by for _, by in self._shifts)
+        expected = max(before - BACKOFF, MIN_EXPONENT) if overflow else before
+        target = min(max(self.plan.global_exponent, MIN_EXPONENT), MAX_EXPONENT)
+        target = min(target, before) if record.overflow else target
+        if target != expected:
+            self._shifts.append((now, target - expected))
+        if not record.overflow:
+            self.plan = self.plan.at_loss(target)
+        return target - expected
 
     def _take_graph(self, result: ProbeResult) -> None:
         graph = result.graph
@@ -211,32 +265,30 @@ class AdaptivePolicy:
         self.component_of_parameter = dict(result.component_of_parameter)
         self._offsets.forget_unmet(graph)
 
-    def _replan(self, record: Record, result: ProbeResult | None = None) -> None:
+    def _replan(self, exponent: int, result: ProbeResult | None = None) -> None:
         assert self._graph is not None
         offsets = [
             self._offsets.current.get((component.modules or ("",))[0], 0)
             for component in self._graph.components
         ]
-        tensors = () if result is None else result.tensors
         if self.rule is None:
             self.plan = choose(
                 self._graph,
                 self._evidence,
+                exponent=exponent,
                 offsets=offsets,
                 format=self.format,
-                gap=self._gap,
-                tensors=tensors,
+                tensors=() if result is None else result.tensors,
             )
         else:
             self.plan = paper_plan(
                 self._graph,
                 self._evidence,
                 () if result is None else result.cut_statistics,
-                last=[record.exponent + offset for offset in offsets],
+                last=[exponent + offset for offset in offsets],
                 rule=self.rule,
                 format=self.format,
             )
-        self._loss_level = self.plan.global_exponent + self._evidence.reference
         self._offsets.take(self.plan)
 
     def _nearest_to_loss(self, overflowed: Iterable[str]) -> list[int]:
@@ -259,8 +311,9 @@ class AdaptivePolicy:
             "plan": self.plan and self.plan.to_dict(),
             "graph": self._graph and asdict(self._graph),
             "component_of_parameter": dict(self.component_of_parameter),
-            "gap": self._gap,
-            "loss_level": self._loss_level,
+            "excess": self.excess,
+            "probed_largest": self._probed_largest,
+            "most_cuts": self._most_cuts,
             "shifts": [list(shift) for shift in self._shifts],
             "evidence": self._evidence.to_dict(),
             "offsets": self._offsets.to_dict(),
@@ -279,9 +332,10 @@ class AdaptivePolicy:
 
     def follow(self, read: Mapping[str, Any]) -> None:
         """Continue from a state that ``ADAPTIVE_POLICY`` has read."""
-        self.plan, self._graph, self._gap = read["plan"], read["graph"], read["gap"]
+        self.plan, self._graph, self.excess = read["plan"], read["graph"], read["excess"]
+        self._most_cuts = read["most_cuts"]
         self.component_of_parameter = dict(read["component_of_parameter"])
-        self._shifts, self._loss_level = list(read["shifts"]), read["loss_level"]
+        self._shifts, self._probed_largest = list(read["shifts"]), read["probed_largest"]
         # New objects: a copy of this policy may be asked first whether a state can be loaded.
         self._evidence = Evidence(self.tolerance, self.headroom, self.format.saturates)
         self._evidence.load(read["evidence"])
@@ -347,8 +401,9 @@ ADAPTIVE_POLICY = record(
     plan=optional(PLAN),
     graph=optional(GRAPH),
     component_of_parameter=schema.dict_of(schema.text, INDEX),
-    gap=whole(0, 12),
-    loss_level=optional(whole(-600, 600)),
+    excess=whole(-LARGEST_OFFSET, LARGEST_OFFSET),
+    probed_largest=optional(EXPONENT),
+    most_cuts=COUNT,
     shifts=list_of(row(STEP, _SHIFT)),
     evidence=EVIDENCE,
     offsets=OFFSETS,

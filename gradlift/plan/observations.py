@@ -31,8 +31,6 @@ class Record:
     overflow: bool
     bad_loss: bool = False
     """Whether the loss was not finite before it was scaled."""
-    gap: int | None = None
-    """``Predictive``'s gap, rounded down, after the step; None where nobody has read it."""
     uncut: bool = False
     """Whether no cut was active, so that every component ran at the loss scale."""
 
@@ -177,6 +175,5 @@ RECORD = record(
     largest=optional(EXPONENT),
     overflow=schema.flag,
     bad_loss=schema.flag,
-    gap=optional(whole(0, 12)),
     uncut=Since(schema.flag, False),
 )

@@ -24,6 +24,7 @@ from gradlift.plan.evidence import Evidence
 from gradlift.plan.fewest_cuts import MAX_EXPONENT, MIN_EXPONENT, Interval
 from gradlift.plan.graph import Component, Graph
 from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent
+from gradlift.policy import LARGEST_EXPONENT
 from gradlift.zhao2019 import (
     PASS,
     CutStatistics,
@@ -74,10 +75,9 @@ def paper_plan(
         rule: its bounds.
         format: the format that the scaler is made for.
     """
+    safe = LARGEST_EXPONENT - evidence.headroom - (evidence.largest or 0)
     highest = [evidence.highest(graph, i) for i in range(len(graph.components))]
-    ceilings = [
-        MAX_EXPONENT if top is None else _clamped(top - evidence.reference) for top in highest
-    ]
+    ceilings = [MAX_EXPONENT if top is None else _clamped(safe + top) for top in highest]
     if cut_statistics:
         found = paper_exponents(
             graph,

@@ -116,8 +116,11 @@ class Plan:
         """Components that lose precision: the exponent that they need is not safe."""
         return tuple(planned for planned in self.components if planned.interval.empty)
 
-    def shifted(self, by: int) -> Plan:
-        """Return the same plan with every exponent raised by ``by``."""
+    def at_loss(self, exponent: int) -> Plan:
+        """Return the same offsets with the loss at another exponent."""
+        by = exponent - self.global_exponent
+        if not by:
+            return self
         moved = tuple(
             replace(c, exponent=c.exponent + by, interval=c.interval.shifted(by))
             for c in self.components

@@ -12,10 +12,8 @@ The policy is a pure function of its observations. Several ranks agree on these 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -207,15 +205,15 @@ class Controller:
             return False
         record = arrived.record()
         result = arrived.result(record.exponent)
-        if isinstance(self._scale.policy, Predictive) and (result is not None or record.overflow):
-            # Rare, and waited for anyway.
-            record = replace(record, gap=math.floor(self._scale.peak_and_gap()[1]))
+        exponent = None
+        if result is not None or record.overflow:
+            exponent = self._scale.exponent()  # rare, and waited for anyway
         if result is not None:
             self.engine.probes.peaks.warn()
         # Reading the report waits for the device, but only after an overflow.
         asks = record.overflow and result is None
         overflowed = self._overflowed_anywhere(ranks) if asks else []
-        shift = self.policy.observe(record, self.step_number, result, overflowed)
+        shift = self.policy.observe(record, self.step_number, result, overflowed, exponent)
         if shift:
             self._scale.shift_(shift)
         for recorder in recorders:
@@ -226,16 +224,14 @@ class Controller:
 
     def _follow(self) -> None:
         """Make the engine follow the plan, if it does not already."""
-        offsets, plan, policy = self.policy.offsets, self.policy.plan, self._scale.policy
-        if isinstance(policy, Predictive) and policy.headroom != self.policy.loss_headroom:
-            self._scale.policy = replace(policy, headroom=self.policy.loss_headroom)
+        offsets, plan = self.policy.offsets, self.policy.plan
         # While probe comes after probe the plan moves, and compiling for it would be in vain.
         settled = plan is not None and self.policy.schedule.next_probe > self.step_number + 1
         active = tuple(cut.name for cut in plan.active) if plan is not None and settled else ()
         if (offsets, active) != (self.engine.offsets, self.engine.followed.active_keys):
             self.engine.follow(offsets, active)
-
-        self.largest.offsets = self.policy.parameter_offsets
+        if self.largest.weights != self.policy.parameter_weights:
+            self.largest.weights = self.policy.parameter_weights
 
     def _tell(
         self, recorder: Recorder, arrived: Pending, record: Record, probed: bool, shift: int
@@ -287,7 +283,7 @@ class Controller:
     def replay_key(self) -> Any:
         """What a captured step depends on."""
         engine = self.engine
-        return engine.probing, engine.offsets, engine.pins, self._scale.policy
+        return engine.probing, engine.offsets, engine.pins, self.policy.excess
 
     def close(self) -> None:
         """Stop watching the model."""

@@ -1,7 +1,8 @@
 """The largest gradient of a step of a model that is probed.
 
-A gradient counts as its component stores it: 2**offset times as large, relative to the loss. So
-``Predictive`` lowers the loss scale before a raised component overflows.
+A gradient counts as its component stores it: 2**offset times as large, relative to the loss. If a
+probe has shown gradients that are larger than those of all parameters, it counts by as much more.
+So ``Predictive`` lowers the loss scale before a component overflows.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class ProbedGradients(LargestGradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.offsets: Mapping[str, int] = NONE
-        """By name, of the parameters whose component is above the loss."""
+        self.weights: Mapping[str, int] = NONE
+        """By name, the bits by which a parameter's gradient counts more."""
         self._engine = engine
 
     def meet(self, optimizer: Optimizer, rows: list[int]) -> None:
@@ -42,9 +43,9 @@ class ProbedGradients(LargestGradients):
 
     def rows(self, optimizer: Optimizer) -> CountedRows:
         """Return which of the optimizer's parameters count, and how much."""
-        engine, offsets = self._engine, self.offsets
-        if offsets and (engine.neutral or engine.pins):
+        engine, weights = self._engine, self.weights
+        if weights and (engine.neutral or engine.pins):
             # A step that runs neutral has all of them at the loss scale.
-            offsets = NONE
+            weights = NONE
         names = engine.watch.names.of_parameter
-        return self._rows.of(optimizer, Known(engine.probes.wide, offsets, names))
+        return self._rows.of(optimizer, Known(engine.probes.wide, weights, names))

@@ -6,6 +6,7 @@ where: until then, and in a pickle, there are the numbers that they start from.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -177,10 +178,18 @@ class DeviceScale:
     def shift_(self, exponent: int) -> None:
         """Multiply the scale by ``2**exponent``, within the policy's bounds."""
         assert self.scale is not None
+        before = self.scale.clone()
         # Between the bounds, so that nothing unseen (a back-off meanwhile) leaves them.
         self.scale.mul_(2.0**exponent).clamp_(self.policy.min_scale, self.policy.max_scale)
         if isinstance(self.policy, Predictive) and self.peak is not None:
-            self.peak.mul_(2.0**-exponent)
+            moved = self.peak * (before / self.scale)
+            fits = peak_for(self.policy, self.scale, self.gap, torch.where)
+            self.peak.copy_(torch.where(self.peak > 0, moved, fits))
+
+    def exponent(self) -> int:
+        """Return log2 of the scale, rounded down; waits for the device."""
+        value = self.init_scale if self.scale is None else self.scale.item()
+        return math.frexp(value)[1] - 1
 
     def change_policy(self, name: str, value: Any) -> None:
         """One of the policy's numbers, changed under torch's name for it."""
