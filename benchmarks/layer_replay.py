@@ -91,6 +91,7 @@ from benchmarks.regimes import (
 )
 from gradlift import policy as policies
 from gradlift.plan import (
+    adaptive_policy,
     evidence,
     module_offsets,
     planner,
@@ -223,13 +224,14 @@ class LayerWise:
         """Return the exponent of each component of the graph of a step."""
         graph = flow.graph
         found = np.zeros(len(graph.components), np.int64)
-        self.is_neutral = True
-        if any(self.offsets.values()) and not graph.is_differentiated:
+        is_planned = any(self.offsets.values())
+        self.is_neutral = graph.is_differentiated and (is_planned or self.probing)
+        if is_planned and not self.is_neutral:
             offsets = self._planned(graph)
             if offsets is None:
-                self.is_unplanned = True
+                self.is_unplanned = self.is_neutral = True
             else:
-                self.is_neutral, found = False, offsets
+                found = offsets
         return found + exponent_of(float(self.state.scale))
 
     def _planned(self, graph: RecordedGraph) -> NDArray[np.int64] | None:
@@ -254,7 +256,9 @@ class LayerWise:
             self.is_unplanned = False
         elif any(t.is_parameter and t.key not in self.met for t in graph.tensors):
             self.is_unplanned = True
-        counted = policy.parameter_offsets if self.counts_offsets and not self.is_neutral else {}
+        counted = {} if self.is_neutral else policy.parameter_weights
+        if not self.counts_offsets:
+            counted = dict.fromkeys(counted, policy.excess)
         largest = outcome.largest(counted, wide=False)
         exponent = exponent_of(float(self.state.scale))
         is_known = math.isfinite(largest) and largest > 0
@@ -287,20 +291,25 @@ class LayerWise:
         ):
             arrived = self.pending.popleft()
             record, result = arrived.record, arrived.result
-            if result is not None or record.overflow:
-                record = replace(record, gap=math.floor(self.state.gap))
-            asks = record.overflow and result is None
-            self.policy.observe(record, now, result, self.overflowed if asks else [])
-            if result is not None or record.overflow:
-                self._follow()
+            is_rare = result is not None or record.overflow
+            exponent = exponent_of(float(self.state.scale)) if is_rare else None
+            names = self.overflowed if record.overflow and result is None else []
+            self._shift(self.policy.observe(record, now, result, names, exponent))
+            if is_rare and self.offsets != self.policy.offsets:
+                self.offsets = self.policy.offsets
+                self.is_unplanned = False
             overflowed |= record.overflow
 
-    def _follow(self) -> None:
-        if self.scale.headroom != self.policy.loss_headroom:
-            self.scale = replace(self.scale, headroom=self.policy.loss_headroom)
-        if self.offsets != self.policy.offsets:
-            self.offsets = self.policy.offsets
-            self.is_unplanned = False
+    def _shift(self, exponent: int) -> None:
+        """Multiply the loss scale by 2**exponent, as ``DeviceScale.shift_`` does."""
+        if exponent:
+            policy, before = self.scale, self.state
+            scale = before.scale * 2.0**exponent
+            scale = min(max(scale, policy.min_scale), policy.max_scale)
+            peak = before.peak * (before.scale / scale)
+            if not before.peak:
+                peak = policies.peak_for(policy, scale, before.gap)
+            self.state = before._replace(scale=scale, peak=peak)
 
     def _probe_if_due(self, step: int) -> None:
         schedule, self.probing = self.policy.schedule, False
@@ -458,7 +467,7 @@ def make_variants() -> list[Variant]:
     """Return the ablations: constants first, then rules."""
     Evidence = evidence.Evidence
     found = scaled_constants(
-        (evidence, "GROWN"),
+        (adaptive_policy, "GROWN"),
         (evidence, "FORGET"),
         (planner, "SLACK"),
         (planner, "LARGEST_OFFSET"),
@@ -480,94 +489,136 @@ def make_variants() -> list[Variant]:
         }.items()
         for value in values
     ]
+
+    def no(*_: Any, **__: Any) -> Any:
+        return False
+
+    def edit(name: str, owner: Any, function: str, old: str, new: str) -> Variant:
+        return Variant(name, edits=((owner, function, old, new),))
+
     found += [
+        # Evidence.
         Variant("only the latest probe counts (FORGET)", ((evidence, "FORGET", 1000),)),
         Variant("no probe is forgotten (FORGET)", ((evidence, "FORGET", 0),)),
-        Variant("no slack", ((planner, "SLACK", 0),)),
-        Variant(
+        edit(
             "no more headroom for what few probes saw",
-            edits=((Evidence, "highest", "self.headroom / math.sqrt", "0 / math.sqrt"),),
+            Evidence,
+            "highest",
+            "math.ceil(self.headroom / ",
+            "math.ceil(0 / ",
         ),
-        Variant("no probe when gradients grow", ((Evidence, "has_grown", lambda *_: False),)),
-        Variant(
-            "overflow: components behind keep their offsets",
-            ((Evidence, "has_overflowed", lambda *_: False),),
+        Variant("a module's calls are apart", ((evidence, "_without_call", lambda name: name),)),
+        edit(
+            "needs of zeros are forgotten", Evidence, "_need", "if lowest is None and", "if 0 and"
         ),
-        Variant(
-            "overflow: no evidence of its component",
-            edits=((Evidence, "add_overflow", "in stored_at.items()", "in ()"),),
-        ),
-        Variant(
-            "overflow: no probe at once",
-            edits=(
-                (
-                    AdaptivePolicy,
-                    "_handle_overflow",
-                    "self.schedule.probe_at_once(now)",
-                    "pass",
-                ),
-            ),
-        ),
-        Variant(
-            "a module's calls are apart",
-            ((evidence, "_without_call", lambda name: name),),
-        ),
-        Variant(
-            "needs of zeros are forgotten",
-            edits=((Evidence, "_need", "if known is not None and", "if False and"),),
-        ),
-        Variant(
-            "needs are each at their own step's peak",
-            edits=((Evidence, "add_probe", "self.peak -= record.largest - largest", "pass"),),
-        ),
-        Variant(
+        edit(
             "zeros hide nothing",
-            edits=(
-                (
-                    Histogram,
-                    "error",
-                    "lost = self.hidden * rounding",
-                    "lost = 0.0",
-                ),
-            ),
+            Histogram,
+            "error",
+            "lost = self.hidden * rounding",
+            "lost = 0.0",
         ),
-        Variant(
+        # Overflows.
+        edit(
+            "overflow: components behind keep their offsets",
+            AdaptivePolicy,
+            "_handle_overflow",
+            "self._graph.behind(ran_at)",
+            "ran_at",
+        ),
+        edit(
+            "overflow: its component may be as high as before",
+            Evidence,
+            "add_overflow",
+            "in offsets.items()",
+            "in ()",
+        ),
+        edit(
+            "overflow: not to the loss scale until a probe",
+            Evidence,
+            "add_overflow",
+            "self._unsafe |=",
+            "_ =",
+        ),
+        edit(
+            "overflow: no probe at once",
+            AdaptivePolicy,
+            "_handle_overflow",
+            "self.schedule.probe_at_once(now)",
+            "pass",
+        ),
+        edit(
+            "overflow: a probe of it does not move the loss",
+            AdaptivePolicy,
+            "_handle_overflow",
+            "return 0 if ran_at else shift",
+            "return 0",
+        ),
+        # The loss scale.
+        edit(
+            "a probe never moves the loss",
+            AdaptivePolicy,
+            "_handle_probe",
+            "shift = shift if self.plan is None else min(shift, 0)",
+            "shift = 0",
+        ),
+        edit(
+            "only the first probe moves the loss",
+            AdaptivePolicy,
+            "_handle_probe",
+            "min(shift, 0)",
+            "0",
+        ),
+        Variant("no excess", ((AdaptivePolicy, "_new_excess", no),)),
+        Variant("a raised component's gradient counts once", settings={"counts_offsets": False}),
+        # The plan.
+        Variant("no slack", ((planner, "SLACK", 0),)),
+        edit(
             "a tensor that cannot have enough asks for nothing",
-            edits=((planner, "_lowest", "else given - SLACK", "else loss"),),
+            planner,
+            "_lowest",
+            "else given - SLACK",
+            "else 0",
         ),
-        Variant(
+        edit(
             "a tensor that cannot have enough asks for all",
-            edits=((planner, "_lowest", "else given - SLACK", "else given"),),
+            planner,
+            "_lowest",
+            "else given - SLACK",
+            "else given",
         ),
-        Variant(
+        edit(
             "low regions are not raised",
-            edits=(
-                (
-                    planner,
-                    "_chosen",
-                    "or (is_probed and level < top - 2 * SLACK)",
-                    "",
-                ),
-            ),
+            planner,
+            "_chosen",
+            "or (is_probed and offset < top - 2 * SLACK)",
+            "",
         ),
-        Variant(
+        edit(
             "cuts are not given up",
-            edits=((planner, "_chosen", "if is_probed and len(regions) > 1:", "if False:"),),
+            planner,
+            "_chosen",
+            "if is_probed and len(regions) > 1:",
+            "if False:",
         ),
-        Variant(
+        edit(
             "no plan is kept",
-            edits=(
-                (
-                    planner,
-                    "_chosen",
-                    "regions = graph.regions(levels)",
-                    "return _with_fewest_cuts(graph, lows, tops, loss)",
-                ),
-            ),
+            planner,
+            "_chosen",
+            "regions = graph.regions(offsets)",
+            "return _with_fewest_cuts(graph, lows, tops)",
         ),
+        # Probes.
+        Variant("no probe when gradients grow", ((AdaptivePolicy, "_has_grown", no),)),
         Variant("zeros ask for no probe", ((planner, "_hidden", lambda *_: ()),)),
         Variant("raised components ask for no probe", ((planner, "_reasons", lambda *_: ()),)),
-        Variant("a raised component's gradient counts once", settings={"counts_offsets": False}),
+        edit(
+            "more cuts do not allow more probes in a row",
+            probe_schedule.ProbeSchedule,
+            "planned",
+            "0 if progress else self._in_a_row",
+            "self._in_a_row",
+        ),
         Variant("no layer is raised", settings={"layerwise": False}),
     ]
     return found
@@ -797,24 +848,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = Command(__doc__, json=True)
     command.add_argument("action", choices=["record", "replay", "ablate", "check"])
     command.add_argument("folder", type=Path, help="of the recordings")
-    command.add_argument("--set", choices=list(SETS), default="tune", help="(%(default)s)")
+    text = "one or more sets of regimes (tune)"
+    command.add_argument("--set", choices=list(SETS), nargs="+", default=["tune"], help=text)
     command.add_argument("--only", type=int, metavar="N", help="one regime of the set")
     command.add_argument("--each", action="store_true", help="print single regimes too")
     text = "folder with a copy of gradlift at 283d340 (see layer_former.py), to replay it too"
     command.add_argument("--former", type=Path, metavar="PATH", help=text)
     command.add_argument("--variant", metavar="TEXT", help="ablate only what has TEXT in its name")
     options = command.parse_args(argv)
-    numbers = list(SETS[options.set])
+    numbers = [number for name in options.set for number in SETS[name]]
+    names = " ".join(options.set)
     if options.only is not None:
         if options.only not in numbers:
-            command.error(f"regime {options.only} is not in the set {options.set}")
+            command.error(f"regime {options.only} is not in {names}")
         numbers = [options.only]
     if options.action == "record":
         torch.set_num_threads(1)
         record(options.folder, numbers)
         return
-    if "unseen" in options.set and (options.each or options.only is not None):
-        command.error(f"single regimes of the set {options.set} are not shown")
+    if "unseen" in names and (options.each or options.only is not None):
+        command.error(f"single regimes of {names} are not shown")
     missing = [n for n in numbers if not (options.folder / f"{n:04d}.npz").exists()]
     if missing:
         command.error(f"{options.folder} lacks regimes {missing}; record them first")
