@@ -367,6 +367,8 @@ def make_result(outcome: Outcome, exponent: int) -> ProbeResult:
         outcome: of the step.
         exponent: of its loss scale.
     """
+    if exponent in outcome.kept:
+        return outcome.kept[exponent]
     graph = outcome.flow.graph
     rows: Any = _Rows(graph, outcome.stored - exponent)
     records = [
@@ -376,7 +378,27 @@ def make_result(outcome: Outcome, exponent: int) -> ProbeResult:
         )
         if any(bins)  # blocks come last, and have no row
     ]
-    return result_of(rows, records, exponent, Reduction())
+    outcome.kept[exponent] = result_of(rows, records, exponent, Reduction())
+    return outcome.kept[exponent]
+
+
+@contextlib.contextmanager
+def remembered_needs() -> Iterator[None]:
+    """Make histograms remember their lowest exponents: all variants see the same ones."""
+    search = Histogram.lowest_exponent
+
+    def lowest_exponent(self: Histogram, tolerance: float, format: Any) -> int | None:
+        known = self.__dict__.setdefault("lowest", {})
+        key = tolerance, str(format), Histogram.error
+        if key not in known:
+            known[key] = search(self, tolerance, format)
+        return known[key]
+
+    Histogram.lowest_exponent = lowest_exponent
+    try:
+        yield
+    finally:
+        Histogram.lowest_exponent = search
 
 
 def make_arms() -> dict[str, Callable[[], Arm]]:
@@ -799,14 +821,23 @@ def ablate(folder: Path, numbers: Sequence[int], only: str | None) -> Results:
         elif only is None or only in variant.name:
             variants.append(variant)
     results: Results = {"default": []}
+    failed: set[str] = set()
     start = time.monotonic()
     for place, number in enumerate(numbers, 1):
         run = Run(LayerRecording.load(folder / f"{number:04d}.npz"))
         results["default"].append(replay(run, LayerWise()))
         for variant in variants:
-            with variant.patched():
-                found = replay(run, LayerWise(**variant.settings))
-            results.setdefault(variant.name, []).append(found)
+            if variant.name in failed:
+                continue
+            try:
+                with variant.patched():
+                    found = replay(run, LayerWise(**variant.settings))
+            except Exception as error:  # a patched policy may fail, and the others are to go on
+                failed.add(variant.name)
+                results.pop(variant.name, None)
+                tell(f"left out: {variant.name}: fails on {number}: {error!r}")
+            else:
+                results.setdefault(variant.name, []).append(found)
         tell(f"{place} of {len(numbers)} regimes, {time.monotonic() - start:.0f} s")
     return results
 
@@ -883,7 +914,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             results["283d340, layer-wise"] = replay_former(*folder)
         print_table(results, "torch")
     else:
-        results = ablate(options.folder, numbers, options.variant)
+        with remembered_needs():
+            results = ablate(options.folder, numbers, options.variant)
         print_table(results, "default")
     if options.each:
         print_each(numbers, results)

@@ -19,10 +19,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -345,8 +345,9 @@ def _order(graph: RecordedGraph) -> list[int]:
     return found
 
 
-class Outcome(NamedTuple):
-    """A step at given exponents."""
+@dataclass(eq=False)
+class Outcome:
+    """A step at given exponents. What is computed is kept: arms often agree."""
 
     step: int
     flow: Flow
@@ -359,6 +360,8 @@ class Outcome(NamedTuple):
     bad_loss: bool
     is_bad: NDArray[np.bool_]
     """(tensors,) whether it shows an inf or a NaN."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """For whoever computes more from an outcome."""
 
     @property
     def stored(self) -> NDArray[np.int64]:
@@ -377,19 +380,22 @@ class Outcome(NamedTuple):
         """(tensors,) whether each is a parameter's gradient, and neither zero nor noise."""
         return self.flow.counts_for_error & (self.flow.top[self.row] > NONE)
 
+    @cached_property
     def errors(self) -> NDArray[np.float64]:
-        """Return the error of every parameter that counts."""
+        """The error of every parameter that counts."""
         flow = self.flow
         own = flow.own[self.row, np.arange(len(flow.down)), self.lowest]
         return np.sqrt(np.minimum(flow.flow[self.row][self.counts] @ own, 1.0))
 
+    @cached_property
     def room(self) -> float:
-        """Return by how much all exponents could be higher without an overflow."""
+        """By how much all exponents could be higher without an overflow."""
         flow = self.flow
         highest = np.maximum(self.exponents[flow.down], self.exponents[flow.up])
         room = (LARGEST - flow.top[self.row] - highest)[flow.is_narrow]
         return float(room.min()) if len(room) and room.min() < -NONE // 2 else math.nan
 
+    @cached_property
     def is_lost(self) -> NDArray[np.bool_]:
         """(tensors,) whether each is computed from nothing but flushed gradients."""
         flow = self.flow
@@ -400,9 +406,9 @@ class Outcome(NamedTuple):
     def bins(self) -> NDArray[np.int64]:
         """(tensors, 256) what a probe counts, see ``gradlift.plan.histogram``."""
         flow, stored = self.flow, self.stored
-        counts, octaves = flow.counts[self.row], flow.counts.shape[2]
+        counts = flow.counts[self.row]
         found = np.zeros((len(stored), BINS), np.int64)
-        lost = self.is_lost()
+        lost = self.is_lost
         for place, exponent in enumerate(stored):
             there = np.flatnonzero(counts[place])
             at = there + flow.lowest + exponent
@@ -418,7 +424,6 @@ class Outcome(NamedTuple):
             if self.is_bad[place] and not found[place, -1]:
                 found[place, -1] = max(int(found[place].sum()), 1)
                 found[place, :-1] = 0
-        assert octaves
         return found
 
     def largest(self, offsets: Mapping[str, int] | None = None, wide: bool = True) -> float:
@@ -434,7 +439,7 @@ class Outcome(NamedTuple):
         peaks = flow.largest[self.row]
         flushed = peaks * 2.0 ** self.stored.astype(np.float64) < 2.0 ** (SUBNORMAL - 1)
         peaks = np.where(flow.is_narrow & flushed, 0.0, peaks)
-        peaks = np.where(flow.is_narrow & self.is_lost(), 0.0, peaks)
+        peaks = np.where(flow.is_narrow & self.is_lost, 0.0, peaks)
         counts = flow.is_parameter
         if not wide and (flow.is_parameter & flow.is_narrow).any():
             counts = counts & flow.is_narrow
@@ -454,6 +459,7 @@ class Run:
     def __init__(self, recording: LayerRecording) -> None:
         self.recording, self.steps = recording, recording.steps
         self.flows = [Flow(recording, number) for number in range(len(recording.graphs))]
+        self._outcomes: dict[tuple[int, bytes], Outcome] = {}
         seen = [0] * len(self.flows)
         self.rows: list[int] = []
         for number in recording.graph_of:
@@ -466,6 +472,12 @@ class Run:
 
     def outcome(self, step: int, exponents: NDArray[np.int64]) -> Outcome:
         """Return what happens in a step at the exponents of its components."""
+        key = step, exponents.tobytes()
+        if key not in self._outcomes:
+            self._outcomes[key] = self._outcome(step, exponents)
+        return self._outcomes[key]
+
+    def _outcome(self, step: int, exponents: NDArray[np.int64]) -> Outcome:
         flow, row = self.flow(step), self.rows[step]
         top = flow.top[row]
         down, up = exponents[flow.down], exponents[flow.up]
@@ -537,10 +549,10 @@ def replay(run: Run, arm: Arm) -> Result:
                 skips += 1
                 costs.append(1.0)
             else:
-                errors.append(float(outcome.errors().mean()))
+                errors.append(float(outcome.errors.mean()))
                 costs.append(errors[-1])
             if step >= SETTLED_STEP:
-                rooms.append(outcome.room())
+                rooms.append(outcome.room)
         arm.end(outcome)
     known = [room for room in rooms if not math.isnan(room)]
     return Result(

@@ -161,9 +161,9 @@ def test_one_overflow_spreads_to_what_is_behind_it():
 
 def test_errors_add_up_along_the_path():
     run = make_run([0, 1], [[-20, 0]])
-    lost = run.outcome(0, np.array([-10, -10, -10])).errors()
+    lost = run.outcome(0, np.array([-10, -10, -10])).errors
     assert lost == pytest.approx([1.0, 1.0])
-    kept = run.outcome(0, np.array([10, 10, 10])).errors()
+    kept = run.outcome(0, np.array([10, 10, 10])).errors
     assert (kept < 0.01).all()
 
 
