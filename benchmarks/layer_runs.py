@@ -527,8 +527,8 @@ class Result:
 def replay(run: Run, arm: Arm) -> Result:
     """Run an arm over a recording.
 
-    Steps whose loss is not finite count for nothing, and neither do those in which no parameter has
-    a gradient beyond noise.
+    Steps whose loss is not finite have no error, and neither have those in which no parameter has a
+    gradient beyond noise.
     """
     costs, errors, rooms, cuts, losses = [], [], [], [], []
     skips = changes = 0
@@ -544,15 +544,15 @@ def replay(run: Run, arm: Arm) -> Result:
         last[number] = offsets
         losses.append(int(exponents[flow.graph.loss]))
         cuts.append(sum(exponents[down] != exponents[up] for _, down, up in flow.cuts))
-        if not outcome.bad_loss and outcome.counts.any():
-            if outcome.overflow:
-                skips += 1
-                costs.append(1.0)
-            else:
-                errors.append(float(outcome.errors.mean()))
-                costs.append(errors[-1])
-            if step >= SETTLED_STEP:
-                rooms.append(outcome.room)
+        is_counted = not outcome.bad_loss and bool(outcome.counts.any())
+        if is_counted and outcome.overflow:
+            skips += 1
+            costs.append(1.0)
+        else:
+            errors.append(float(outcome.errors.mean()) if is_counted else 0.0)
+            costs.append(errors[-1])
+        if is_counted and step >= SETTLED_STEP:
+            rooms.append(outcome.room)
         arm.end(outcome)
     known = [room for room in rooms if not math.isnan(room)]
     return Result(
