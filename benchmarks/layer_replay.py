@@ -668,11 +668,13 @@ class Course:
     offsets: list[NDArray[np.int64]]
     overflow: list[bool]
     probed: list[bool]
+    neutral: list[bool]
+    """Whether the step ran at the loss scale since the plan did not fit its graph."""
 
 
 def follow(run: Run, arm: LayerWise) -> Course:
     """Run the layer-wise arm and keep all exponents."""
-    course = Course([], [], [], [])
+    course = Course([], [], [], [], [])
     for step in range(run.steps):
         flow = run.flow(step)
         exponents = arm.exponents(step, flow)
@@ -681,6 +683,7 @@ def follow(run: Run, arm: LayerWise) -> Course:
         course.offsets.append(exponents - exponents[flow.graph.loss])
         course.overflow.append(outcome.overflow)
         course.probed.append(arm.probing)
+        course.neutral.append(arm.is_neutral)
         arm.end(outcome)
     return course
 
@@ -719,6 +722,8 @@ def _falls(run: Run, course: Course) -> Iterator[tuple[str, str]]:
     seen: list[dict[str, int]] = []
     before: dict[str, int] = {}
     for step in range(run.steps):
+        if course.neutral[step]:
+            continue
         flow, row = run.flow(step), run.rows[step]
         now = {
             keys[0]: int(at)
