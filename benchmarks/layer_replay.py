@@ -102,11 +102,14 @@ from gradlift.plan.histogram import Histogram
 from gradlift.plan.observations import ProbeResult, Record
 from gradlift.policy import Dynamic, Predictive
 from gradlift.torch.adaptive.controller import DELAY
+from gradlift.torch.adaptive_scaler import AdaptiveGradScaler
 from gradlift.torch.probe.result import result_of
 from gradlift.torch.probe.rows import Row
 from gradlift.torch.ranks.reductions import Reduction
 
-TOLERANCE, HEADROOM = 1e-3, 3
+_DEFAULTS = inspect.signature(AdaptiveGradScaler.__init__).parameters
+TOLERANCE: float = _DEFAULTS["tolerance"].default
+HEADROOM: int = _DEFAULTS["headroom"].default
 _LAYERED = ("chain", "residual", "pyramid", "attention")
 _DEEP = ("chain", "chain", "residual", "attention")
 
