@@ -9,7 +9,7 @@ Sizes are powers of two. ``largest`` is the largest gradient of any kind in a pr
                   need    = the lowest exponent that stores a tensor with an error of at most
                             ``tolerance``
     an overflow   below = at most headroom + 1 less than the offset of a raised component, and of
-                          all components behind it
+                          all components behind it; 0 until the next probe
 
 Both numbers of ``below`` come from one batch. So a loss times 2**k changes none of them, and no
 number depends on the plan.
@@ -68,6 +68,8 @@ class Evidence:
         """Of the latest probe."""
         self._below: dict[str, int] = {}
         self._probes = 0
+        self._unsafe: set[str] = set()
+        """Components that have overflowed since the latest probe: nobody knows how far."""
         self._parameters: dict[str, int] = {}
         """By how much the parameter gradients of each component are smaller than the largest
         gradient, in the latest probe that has shown them."""
@@ -93,6 +95,7 @@ class Evidence:
             below = self.largest - size
             self._below[name] = min(below, self._below.get(name, below) + FORGET)
         self._probes += 1
+        self._unsafe.clear()
         self._parameters |= {name: self.largest - size for name, size in parameters.items()}
         known = {need.name: need.exponent for need in self.needs}
         found = (self._need(tensor, known.get(tensor.name)) for tensor in result.tensors)
@@ -121,6 +124,7 @@ class Evidence:
 
     def add_overflow(self, graph: Graph, offsets: Mapping[int, int]) -> None:
         """Take in an overflow of components at these offsets."""
+        self._unsafe |= {key_of(graph, component) for component in offsets}
         self._limit(graph, {i: offset - self.headroom - 1 for i, offset in offsets.items()})
 
     def _limit(self, graph: Graph, most: Mapping[int, int]) -> None:
@@ -142,7 +146,8 @@ class Evidence:
 
     def highest(self, graph: Graph, component: int) -> int | None:
         """Return the highest safe offset of a component; None if it has shown no gradient."""
-        return self._below.get(key_of(graph, component))
+        name = key_of(graph, component)
+        return 0 if name in self._unsafe else self._below.get(name)
 
     @property
     def has_parameters(self) -> bool:
@@ -160,6 +165,7 @@ class Evidence:
             "largest": self.largest,
             "below": dict(self._below),
             "probes": self._probes,
+            "unsafe": sorted(self._unsafe),
             "parameters": dict(self._parameters),
             "needs": [[need.name, list(need.components), need.exponent] for need in self.needs],
         }
@@ -168,7 +174,7 @@ class Evidence:
         """Continue from a state that ``EVIDENCE`` has read."""
         self.largest, self.needs = read["largest"], tuple(read["needs"])
         self._below, self._probes = dict(read["below"]), read["probes"]
-        self._parameters = dict(read["parameters"])
+        self._parameters, self._unsafe = dict(read["parameters"]), set(read["unsafe"])
 
 
 def is_cut_off(tensor: ProbedTensor) -> bool:
@@ -193,6 +199,7 @@ EVIDENCE = record(
     largest=optional(EXPONENT),
     below=dict_of(text, whole(-600, 600)),
     probes=whole(0),
+    unsafe=list_of(text),
     parameters=dict_of(text, whole(-600, 600)),
     needs=list_of(_need),
 )
