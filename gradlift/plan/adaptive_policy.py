@@ -188,7 +188,8 @@ class AdaptivePolicy:
         return shift
 
     def _new_excess(self, record: Record, largest: int) -> int:
-        assert self.plan is not None and self._graph is not None
+        assert self.plan is not None
+        assert self._graph is not None
         found = self.excess
         if self._evidence.has_parameters:
             below = [

@@ -29,6 +29,8 @@ from gradlift.plan.observations import EXPONENT, INDEX, ProbedTensor, ProbeResul
 from gradlift.policy import LARGEST_EXPONENT
 from gradlift.schema import dict_of, list_of, optional, record, text, whole
 
+TOLERANCE = 2.0**-8
+"""Relative error that storing a gradient may cause by default: what bfloat16 rounds by at most."""
 FORGET = 2
 """Bits by which an earlier probe counts less with each probe: batches differ."""
 MIN_PROBES = 4

@@ -128,7 +128,7 @@ class Histogram:
         if not self.counts or is_wide(format):
             return None
         format = get(format)
-        low = format.min_exponent - self.counts[-1][0] - 1
+        low = format.min_subnormal - self.counts[-1][0] - 1
         # All elements are normal at the second, and with that hidden ones cause no error in
         # float32.
         high = format.min_exponent - self.counts[0][0] + 24
