@@ -20,6 +20,9 @@ from gradlift import jax as gl
 from gradlift.jax.parameters import Parameters
 from gradlift.policy import LARGEST_EXPONENT
 
+# Before any test starts the backend.
+jax.config.update("jax_num_cpu_devices", 2)
+
 ROOM = LARGEST_EXPONENT - Predictive.headroom
 N = 8
 EYE = jnp.eye(N)
@@ -70,6 +73,25 @@ def test_all_parameters_computed_in_float32(bits):
     assert state.excess == -bits
 
 
+@pytest.mark.parametrize("probing", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_excess_is_found_again_where_the_arrays_alone_were_restored(dtype, probing):
+    def loss(w, x, size):
+        h = gl.cut((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float16), "h")
+        return jnp.sum(h.astype(jnp.float32)) * size
+
+    x = EYE * 2.0**-10
+    scaler, state = trained(loss, EYE, x)
+    state = scaler._formed(state, probing=probing)
+    other = gl.adaptive(loss)
+    other.init(EYE, x, 1.0)
+    for size in SIZES:
+        state, out = other(state, EYE, x, size)
+        assert out.finite
+    assert_fits(state, -1)
+    assert state.excess == 10
+
+
 @pytest.mark.parametrize("with_cut", [True, False])
 @pytest.mark.parametrize("bits", [4, 14])
 def test_float32_head_next_to_a_half_precision_body(bits, with_cut):
@@ -93,7 +115,7 @@ def test_raised_components_of_float32_parameters_do_not_lower_the_scale():
             x = gl.cut((x.astype(jnp.float32) @ w).astype(jnp.float16), f"h{i}")
         return jnp.sum(x.astype(jnp.float32)) * size
 
-    scaler, state = trained(loss, [EYE * 2.0**-10] * 4, EYE)
+    scaler, state = trained(loss, [EYE * 2.0**-12] * 4, EYE)
     assert max(scaler.plan.offsets) > 5
     assert_fits(state, -1)
 
@@ -167,7 +189,7 @@ def test_changing_excess_and_offsets_compile_no_more_than_three_programs():
     state = scaler.init([EYE] * 5, x)
     offsets, excesses, shifts = set(), set(), 0
     for i in range(STEPS):
-        ws = [EYE * 2.0 ** (-9 if 15 <= i < 45 else 0)] * 5
+        ws = [EYE * 2.0 ** (0 if 20 <= i < 40 else -12)] * 5
         state, out = scaler(state, ws, x * 2.0 ** -(i // 10))
         shifts += out.state.scale != state.scale
         offsets.add(scaler.plan.offsets)

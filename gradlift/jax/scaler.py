@@ -210,6 +210,9 @@ class Adaptive:
                     "adjust(state, steps=n) after n steps, with the state that they returned"
                 )
             self._steps, self._seen = taken, taken - 1 - steps
+            if taken > steps:
+                # The plan that these arrays ran at, and a probe among them, is not known here.
+                state = self._formed(state, probing=False)
         else:
             self._steps += steps
         if (
