@@ -18,6 +18,8 @@ import numpy as np
 from gradlift import Predictive
 from gradlift import jax as gl
 from gradlift.jax.parameters import Parameters
+from gradlift.plan.histogram import Histogram
+from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
 from gradlift.policy import LARGEST_EXPONENT
 
 # Before any test starts the backend.
@@ -107,6 +109,12 @@ def test_float32_head_next_to_a_half_precision_body(bits, with_cut):
     assert scaler._model[1].narrow == {"['body']"}
     assert_fits(state, -(bits - bits // 2) - 1)
     assert state.excess == 0
+    if with_cut:
+        # Nor does the head say how large gradients are where a probe has overflowed.
+        h = ProbedTensor("h", (0, 1), Histogram((), 0, 3, 0), 12, "float16")
+        head = ProbedTensor("", (0,), Histogram(((20, 1),), 0, 0, 0), 12, "float32", True, True)
+        result = ProbeResult(scaler._model[0].graph, (h, head), scaler._model[1].owners)
+        assert scaler._planner.observe(Record(60, 12, None, True), 60, result, (), 6) == 0
 
 
 def test_raised_components_of_float32_parameters_do_not_lower_the_scale():
