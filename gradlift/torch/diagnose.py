@@ -45,7 +45,7 @@ def diagnose(
     loss_fn: Callable[[Any, Any], Tensor],
     batches: Iterable[Any],
     *,
-    tolerance: float = TOLERANCE,
+    tolerance: float = 1e-3,
     headroom: int = 1,
 ) -> Diagnosis:
     """What each format would lose of this model's gradients, and what to do about it.
