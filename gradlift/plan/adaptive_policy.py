@@ -209,7 +209,8 @@ class AdaptivePolicy:
             self._take_graph(result)
             first = overflowed_first(result)
             # A finite gradient in float32 shows how large it is where it becomes float16.
-            peaks = [t.histogram.peak for t in result.tensors if set(t.components) & set(first)]
+            shown = [t for t in result.tensors if not (t.is_parameter and is_wide(t.format))]
+            peaks = [t.histogram.peak for t in shown if set(t.components) & set(first)]
             largest = max([largest, *(peak for peak in peaks if peak is not None)])
         else:
             first = self._nearest_to_loss(overflowed)
