@@ -224,7 +224,8 @@ class AdaptivePolicy:
             behind = self._graph.behind(ran_at)
             self._evidence.add_overflow(self._graph, {i: self._ran_at(record, i) for i in behind})
         else:
-            at = min([LARGEST_EXPONENT + 1 - largest, record.exponent + max(ran_at.values())])
+            at = record.exponent + max(ran_at.values(), default=0)
+            at = min(at, LARGEST_EXPONENT + 1 - largest)
             behind = dict.fromkeys(self._graph.behind(ran_at), at)
             self._evidence.add_true_overflow(self._graph, behind)
         if self.rule is not None or (self.plan is not None and (ran_at or self.plan.active)):
