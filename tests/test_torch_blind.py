@@ -49,7 +49,7 @@ def probe(engine, *losses):
 def test_a_loss_without_any_modules_output_is_told_of_once(model, forward, reason):
     engine = Engine(model)
     losses = [forward(model) for _ in range(2)]
-    with pytest.warns(UserWarning, match="follows torch's rule") as told:
+    with pytest.warns(UserWarning, match="has the loss scale") as told:
         found = probe(engine, losses[0])
     assert reason in str(told[0].message)
     assert engine.probes.blind == engine.neutral == reason

@@ -224,8 +224,8 @@ def _why(graph: Graph, cut: Cut, evidence: Evidence, exponents: Sequence[int]) -
     region = next(set(each) for each in graph.regions(exponents) if high in each)
     needs = [need for need in evidence.needs if region & set(need.components)]
     needs = [need for need in needs if need.exponent > exponents[low]]
-    other = f"the other side is at 2^{exponents[low]}"
     if not needs:
-        return f"a tensor in {graph.components[high].name} needed it, and {other}"
+        return f"a tensor in {graph.components[high].name} needed it"
     most = max(needs, key=lambda need: need.exponent)
-    return f"{most.name} needs 2^{most.exponent}, and {other}"
+    # A difference, since the loss exponent moves on.
+    return f"{most.name} needs 2^{most.exponent - exponents[low]} more than the other side has"

@@ -46,7 +46,7 @@ from gradlift.torch.scaler import GradScaler
 from gradlift.torch.step.largest import LargestGradients
 from gradlift.torch.step.readback import InFlight, capturing
 from gradlift.troubleshooting import warn
-from gradlift.zhao2019 import Zhao2019, resolve
+from gradlift.zhao2019 import THRESHOLD, Zhao2019, resolve
 
 SETTINGS = (
     "model", "device", "format", "tolerance", "headroom", "interval", "init_scale", "layerwise",
@@ -55,7 +55,7 @@ SETTINGS = (
 
 ANOTHER_MODEL = (
     "gradlift: the state was saved with another model: its modules, or the shapes of its "
-    "parameters, differ. The scale is kept, and the plan is found anew in the next steps"
+    "parameters, differ. The scale is kept, and the plan is found again in the next steps"
 )
 
 
@@ -95,7 +95,8 @@ class AdaptiveGradScaler(GradScaler):
         device: a device type, as for ``torch.amp.GradScaler``; by default the model's.
         format: the format that gradients are stored in, by name or as a dtype; an 8-bit one is
             that of the gradients of Linear and Conv outputs.
-        tolerance: relative error that storing a gradient may cause.
+        tolerance: relative error that storing a gradient may cause; None for 2**-8, and for 1e-3
+            under the paper's rule.
         headroom: powers of two to keep free above the largest gradient.
         interval: steps between two probes; None for 200.
         init_scale: the scale of the first step. The second step runs at the scale found in the
@@ -119,7 +120,7 @@ class AdaptiveGradScaler(GradScaler):
         device: str | None = None,
         *,
         format: str | torch.dtype = "float16",
-        tolerance: float = TOLERANCE,
+        tolerance: float | None = None,
         headroom: int = Predictive.headroom,
         interval: int | None = None,
         init_scale: float = 2.0**8,
@@ -139,6 +140,8 @@ class AdaptiveGradScaler(GradScaler):
                 f"{', '.join(SETTINGS)}"
             )
         settings.check_adaptive(model, interval, init_scale, layerwise, rule)
+        if tolerance is None:
+            tolerance = TOLERANCE if resolve(rule) is None else THRESHOLD
         check_limits(tolerance, headroom)
         linear = settings.checked_functions(linear)
         kind = get(format)

@@ -13,7 +13,7 @@ NO_OUTPUT = (
     "directly or through TorchScript"
 )
 GLOBAL = "gradients stay at the global scale"
-BLIND = "nothing can be measured there, and the scale follows torch's rule"
+BLIND = "nothing can be measured there, and that part has the loss scale"
 
 
 class Reasons:

@@ -35,7 +35,7 @@ def result_of(
     """
     number = rows.components.indices()
     index = [number[root] for root in rows.components.roots]
-    loss = number[rows.components.loss]
+    loss, first = number[rows.components.loss], rows.components.first_keys()
     tensors: list[ProbedTensor] = []
     for row, histogram in records:
         at = exponent + row.offset
@@ -45,7 +45,11 @@ def result_of(
             sides = tuple(sorted({index[row.downstream], index[row.upstream]}))
             format = row.rounded.name if row.rounded else row.format
             assert format is not None
-            tensors.append(ProbedTensor(row.key, sides, histogram, at, format))
+            name = row.key
+            if row.rounded:
+                module = first[rows.components.roots[row.downstream]]
+                name = f"{module or 'loss'}: {row.rounded.short}"
+            tensors.append(ProbedTensor(name, sides, histogram, at, format))
     graph = _graph(rows, tensors, index, loss)
     owners = {row.key: index[row.downstream] for row in rows.rows if row.upstream is None}
     return ProbeResult(graph, tuple(tensors), owners)
