@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -123,13 +123,13 @@ class _Counts:
     ) -> tuple[tuple[Gradient, ...], tuple[Gradient, ...]]:
         """Return those of these modules, in this order, and those of parameters."""
         left = dict(self._bins)
-        none = torch.zeros(BINS, dtype=torch.int64)
-        of_modules = tuple(_gradient(name, left.pop(name, none)) for name in modules)
+        of_modules = tuple(_gradient(name, left.pop(name, None)) for name in modules)
         return of_modules, tuple(_gradient(name, bins) for name, bins in left.items())
 
 
-def _gradient(name: str, bins: Tensor) -> Gradient:
-    return Gradient(name, Histogram.from_bins(bins.tolist(), 0, "float32"))
+def _gradient(name: str, bins: Tensor | None) -> Gradient:
+    counts = [0] * BINS if bins is None else bins.tolist()
+    return Gradient(name, Histogram.from_bins(counts, 0, "float32"))
 
 
 class _Errors:
@@ -145,8 +145,8 @@ class _Errors:
         """What each backward pass of a batch calls, in this order."""
         self._sketches: dict[Hashable, Tensor] = {}
         """Of the exact gradients of the latest batch, by key."""
-        self._norms: Counter[str] = Counter()
-        self._errors: dict[str, Counter[str]] = {name: Counter() for name in narrow}
+        self._norms: dict[str, float] = defaultdict(float)
+        self._errors = {name: defaultdict[str, float](float) for name in narrow}
 
     def of(self, name: str) -> tuple[tuple[str, float], ...]:
         """Return (format, relative error) of a gradient over all batches."""
