@@ -181,7 +181,7 @@ def _sketch(values: Tensor) -> Tensor:
     """Return at most ``_SKETCH`` numbers that are linear in the finite elements of ``values``.
 
     The norm of the result is that of ``values``: exactly if there are so few elements, otherwise
-    with a standard deviation of at most 0.8%. Elements get signs at random, the same each time, and
+    with a standard deviation of about 0.8%. Elements get signs at random, the same each time, and
     those whose indices differ by a multiple of ``_SKETCH`` are added (a count sketch).
     """
     flat = values.reshape(-1).nan_to_num(0.0, 0.0, 0.0)
