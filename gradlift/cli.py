@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlift import __version__
+from gradlift.plan.evidence import TOLERANCE
 from gradlift.printable import shorten
 from gradlift.report.record_file import read
 from gradlift.report.records import Run, jsonable
@@ -104,7 +105,7 @@ def _add_diagnose(commands: Any) -> None:
     parser = _command(
         commands,
         "diagnose",
-        "show where a model's gradients die, and what each format would lose",
+        "show which gradients of a model underflow, and the error in each format",
         "  gradlift diagnose mypackage.train:make\n"
         "  gradlift diagnose train.py:make --batches 2 --json > diagnosis.json\n\n"
         "make() returns (model, loss_fn, batches); loss_fn(model, batch) returns the loss.",
@@ -113,7 +114,11 @@ def _add_diagnose(commands: Any) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="what makes model and batches")
     parser.add_argument("--batches", type=_count, metavar="N", help="look at N batches at most")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-3, metavar="SHARE", help="may be lost (%(default)s)"
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        metavar="ERROR",
+        help="relative error that a gradient may have (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--traceback", action="store_true", help="show where your function failed")

@@ -153,7 +153,7 @@ def test_diagnose_runs_a_users_function(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("train_two.py").write_text(TRAIN)
     assert cli.main(["diagnose", "train_two:make", "--batches", "2"]) == 0
-    assert "One scale serves FP16" in capsys.readouterr().out
+    assert "One scale is enough for FP16" in capsys.readouterr().out
     assert cli.main(["diagnose", "train_two.py:make", "--batches", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["batches"] == 2
 

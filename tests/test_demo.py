@@ -101,7 +101,7 @@ def test_the_example_is_the_demos_network(capsys):
     assert cli.main(["diagnose", f"{example}:make", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert not told["one_scale_serves"]["float16"]
-    assert told["modules"][0]["lost"]["float16"] == {"one_scale": 1.0, "own_scale": 0.0}
+    assert told["modules"][0]["error"]["float16"] == {"one_scale": 1.0, "own_scale": 0.0}
 
 
 def test_the_same_seed_gives_the_same_result_bit_for_bit():

@@ -197,6 +197,13 @@ def test_a_name_of_500_characters_is_cut_where_it_is_shown(page: Path):
     assert shorten("x" * 500, 80) in text
 
 
+def test_names_are_shortened_to_one_line():
+    assert shorten("a" * 500, 11) == "aaaaa…aaaaa"
+    assert "\n" not in shorten("a\nb")
+    assert "\u202e" not in shorten("a\u202eb"), "a character that turns the line around"
+    assert shorten("x" * 36, 36) == "x" * 36
+
+
 def test_a_run_without_probes_says_so():
     run = make_run("one")
     bare = replace(run, records=tuple(replace(r, modules=(), plan=None) for r in run.records))

@@ -92,7 +92,7 @@ def test_a_run_is_the_same_wherever_tensors_are_made_by_default(way, make):
 def test_diagnose_too(elsewhere):
     model, inputs = made()
     found = diagnose(model, lambda model, batch: model(batch).square().mean(), [inputs])
-    assert "One scale serves FP16" in str(found)
+    assert "One scale is enough for FP16" in str(found)
 
 
 def test_every_tensor_in_the_package_names_its_device():

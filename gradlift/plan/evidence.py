@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gradlift.formats import get
+from gradlift.formats import Format, get
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import is_wide
 from gradlift.plan.observations import EXPONENT, INDEX, ProbedTensor, ProbeResult
@@ -115,8 +115,7 @@ class Evidence:
     def _need(self, tensor: ProbedTensor, known: int | None) -> Need | None:
         if not tensor.is_kept:
             return None
-        # Rounding to 8 bits costs more than the tolerance, and this adds little to it.
-        tolerance = max(self.tolerance, get(tensor.format).rounding_error / 8)
+        tolerance = allowed_error(self.tolerance, tensor.format)
         lowest = tensor.histogram.lowest_exponent(tolerance, tensor.format)
         if lowest is None and known is not None and tensor.exponent < known:
             lowest = known  # only zeros can be stored below what an earlier gradient needed
@@ -175,6 +174,12 @@ class Evidence:
         self.largest, self.needs = read["largest"], tuple(read["needs"])
         self._below, self._probes = dict(read["below"]), read["probes"]
         self._parameters, self._unsafe = dict(read["parameters"]), set(read["unsafe"])
+
+
+def allowed_error(tolerance: float, format: str | Format) -> float:
+    """Return the error that a tensor in ``format`` may have: the tolerance, or an eighth of the
+    format's own rounding if that is more, as it is with 8 bits."""
+    return max(tolerance, get(format).rounding_error / 8)
 
 
 def is_cut_off(tensor: ProbedTensor) -> bool:

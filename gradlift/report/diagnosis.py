@@ -1,32 +1,35 @@
-"""What a model's gradients and outputs need, and what each format would make of them.
+"""The error that storing a model's gradients in a format causes, and what to do about it.
 
-Exact gradients come in as histograms of exponents, from one framework or another. A value that
-is stored times 2**exponent
+Exact gradients come in as histograms of exponents. A gradient is stored times 2**exponent::
 
-    is flushed     where it rounds to zero: below half of the smallest subnormal value
-    overflows      above the largest value
+    overflow    elements above the format's largest value
+    error       norm of what is lost of the elements below the normal range, which are rounded or
+                flushed to zero, relative to the norm of the gradient (``Histogram.error``)
 
-so the one scale that serves best is the largest that overflows nowhere: what is flushed falls as
-the scale rises. Counting alone tells what a format would lose of the exact gradient; but what is
-flushed near the loss is missing further down, so the losses at one scale are measured, in a
-backward pass that rounds every gradient on its way, and come in beside the histograms.
+The error falls as the scale rises, so the best single scale is the largest without an overflow. A
+histogram gives the error of storing one tensor, which is what remains if it has an exponent of its
+own. An error near the loss also shows in the gradients further down, so the errors at one scale
+are measured, in a backward pass that rounds every gradient on its way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradlift.formats import Format, get
-from gradlift.plan.histogram import Histogram
-from gradlift.printable import shorten
+from gradlift.plan.evidence import allowed_error
+from gradlift.plan.histogram import Histogram, is_wide
+from gradlift.printable import printable
 
 FORMATS = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
 # Bits below float16's maximum at which an output is called close to it.
 CLOSE = 3
-_NAME_WIDTH = 36
+LOST = 0.99
+"""The error from which a gradient counts as lost: all of it, or what remains is of no use."""
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Gradient:
 
     name: str
     histogram: Histogram
-    lost: tuple[tuple[str, float], ...] = ()
-    """(format, share of the non-zero elements that are zero at the best single scale)."""
+    errors: tuple[tuple[str, float], ...] = ()
+    """(format, relative error at the best single scale)."""
 
     @property
     def low(self) -> int | None:
@@ -48,22 +51,25 @@ class Gradient:
         """floor(log2) of the largest element; None if all are zero."""
         return self.histogram.counts[-1][0] if self.histogram.counts else None
 
-    def flushed(self, format: str | Format, exponent: int = 0) -> float:
-        """Share of the non-zero elements that round to zero if stored times 2**exponent."""
-        least = get(format).min_subnormal - 1 - exponent
-        return self.histogram.below(least) / max(self.histogram.nonzero, 1)
+    def error(self, format: str | Format, exponent: int = 0) -> float:
+        """Return the relative error of storing it times 2**exponent."""
+        return self.histogram.error(exponent, format)
 
     def overflowed(self, format: str | Format, exponent: int = 0) -> float:
-        """Share of the non-zero elements that are too large if stored times 2**exponent."""
+        """Return the share of non-zero elements that are too large if stored times 2**exponent."""
         beyond = get(format).max_exponent - exponent + 1
         fit = self.histogram.below(beyond)
         return (self.histogram.nonzero - fit) / max(self.histogram.nonzero, 1)
 
     def own_exponent(self, format: str | Format, headroom: int) -> int:
-        """The largest exponent that leaves ``headroom`` bits above the largest element; 0 in a
-        format with float32's range, which needs no scale."""
-        largest = get(format).max_exponent
-        return 0 if self.high is None or largest == 127 else largest - headroom - self.high
+        """Return the largest exponent that leaves ``headroom`` bits above the largest element, at
+        most 1 in a format that saturates; 0 in a format with float32's range."""
+        format = get(format)
+        if self.high is None or is_wide(format):
+            return 0
+        return (
+            format.max_exponent - (min(headroom, 1) if format.saturates else headroom) - self.high
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ``diagnose`` found; prints as a table with advice."""
+    """The result of ``diagnose``; prints as a table with advice."""
 
     modules: tuple[Gradient, ...]
     """Gradients of module outputs, in the order of the forward pass."""
@@ -94,50 +100,82 @@ class Diagnosis:
     outputs: tuple[Output, ...]
     """Forward outputs in the order of the forward pass."""
     tolerance: float
-    """Share of a gradient's elements that may be lost."""
+    """Relative error that a gradient may have."""
     headroom: int
     """Bits kept free above the largest gradient."""
     batches: int
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
-        """Those of modules and of parameters."""
+        """Gradients of modules and of parameters."""
         return self.modules + self.parameters
 
     def best_exponent(self, format: str | Format = "float16") -> int:
-        """log2 of the single scale that serves best: the largest that overflows nowhere."""
+        """Return log2 of the single scale with the least error: the largest without overflow."""
         return best_exponent(self.gradients, format, self.headroom)
 
     def one_scale(self, gradient: Gradient, format: str | Format = "float16") -> float:
-        """Share of a gradient that is lost at the best single scale."""
-        return dict(gradient.lost)[get(format).name]
+        """Return the relative error of a gradient at the best single scale."""
+        return dict(gradient.errors)[get(format).name]
 
     def own_scale(self, gradient: Gradient, format: str | Format = "float16") -> float:
-        """Share of a gradient that is lost at an exponent of its own."""
-        return gradient.flushed(format, gradient.own_exponent(format, self.headroom))
+        """Return the relative error of storing a gradient at an exponent of its own."""
+        return gradient.error(format, gradient.own_exponent(format, self.headroom))
 
     def dying(self, format: str | Format = "float16") -> tuple[Gradient, ...]:
-        """Gradients that lose more than the tolerance at the best single scale, worst first."""
-        lost = [g for g in self.gradients if self.one_scale(g, format) > self.tolerance]
-        return tuple(sorted(lost, key=lambda g: -self.one_scale(g, format)))
+        """Return the gradients with too large an error at the best single scale, worst first."""
+        most = allowed_error(self.tolerance, format)
+        found = [g for g in self.gradients if self.one_scale(g, format) > most]
+        return tuple(sorted(found, key=lambda g: -self.one_scale(g, format)))
+
+    def lost(self, format: str | Format = "float16") -> tuple[Gradient, ...]:
+        """Return the gradients of which nothing useful is left at the best single scale."""
+        return tuple(g for g in self.gradients if self.one_scale(g, format) >= LOST)
 
     def serves(self, format: str | Format = "float16") -> bool:
-        """Whether one scale is enough."""
+        """Return whether one scale is enough."""
         return not self.dying(format)
 
     @property
+    def spoiled(self) -> tuple[Gradient, ...]:
+        """Gradients that are inf or NaN in float32 already."""
+        return tuple(g for g in self.gradients if g.histogram.nonfinite)
+
+    @property
     def close_outputs(self) -> tuple[Output, ...]:
-        """Outputs close to float16's maximum or beyond it; loss scaling cannot help there."""
-        return tuple(output for output in self.outputs if output.close)
+        """Outputs beyond float16's maximum, then those close to it; no loss scale helps there."""
+        close = [output for output in self.outputs if output.close]
+        return tuple(sorted(close, key=lambda output: not output.overflows))
+
+    @property
+    def fatal(self) -> tuple[str, ...]:
+        """What breaks a run in float16 with one scale, a sentence for each kind."""
+        over = [f"{printable(o.name)} (up to {o.amax:.3g})" for o in self.outputs if o.overflows]
+        spoiled = [printable(g.name) for g in self.spoiled]
+        lost = [printable(g.name) for g in self.lost()]
+        kinds = {
+            "forward outputs above FP16's maximum of 65504": over,
+            "gradients that are inf or NaN in float32 already": spoiled,
+            f"gradients lost whole at the best single scale, 2^{self.best_exponent()}": lost,
+        }
+        return tuple(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
 
     @property
     def advice(self) -> str:
-        """What to do, in one paragraph."""
-        return " ".join([*_about_gradients(self), *_about_outputs(self.close_outputs)])
+        """What to do, in one paragraph; what is fatal comes first."""
+        about = [_about_outputs(self.close_outputs), _about_spoiled(self), _about_gradients(self)]
+        if not any(output.overflows for output in self.outputs):
+            about.append(about.pop(0))
+        return " ".join(filter(None, about))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in numbers, strings, lists and dicts."""
+        """Return everything in numbers, strings, lists and dicts."""
         return {
+            "fatal": {
+                "outputs": [o.name for o in self.outputs if o.overflows],
+                "spoiled": [g.name for g in self.spoiled],
+                "lost": [g.name for g in self.lost()],
+            },
             "batches": self.batches,
             "tolerance": self.tolerance,
             "headroom": self.headroom,
@@ -153,98 +191,105 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        return "\n".join([*_table(self), "", self.advice])
+        fatal = [f"Fatal: {line}" for line in self.fatal]
+        return "\n".join([*fatal, *([""] if fatal else []), *_table(self), "", self.advice])
 
 
 def best_exponent(gradients: Iterable[Gradient], format: str | Format, headroom: int) -> int:
-    """log2 of the largest scale at which none of the gradients overflows."""
+    """Return log2 of the largest scale at which no gradient overflows. No other has less error."""
     own = [g.own_exponent(format, headroom) for g in gradients if g.high is not None]
     return min(own, default=0)
 
 
 def _row_dict(diagnosis: Diagnosis, gradient: Gradient) -> dict[str, Any]:
-    shares = {
+    errors = {
         name: {
             "one_scale": diagnosis.one_scale(gradient, name),
             "own_scale": diagnosis.own_scale(gradient, name),
         }
         for name in FORMATS
     }
-    return {"name": gradient.name, "low": gradient.low, "high": gradient.high, "lost": shares}
+    return {"name": gradient.name, "low": gradient.low, "high": gradient.high, "error": errors}
 
 
 def _table(diagnosis: Diagnosis) -> list[str]:
-    """Fixed-width lines; parameters only where they lose something at one scale."""
+    """Return fixed-width lines; parameters only if their error at one scale is too large."""
     dying = {id(g) for g in diagnosis.dying()}
     rows = [*diagnosis.modules, *(g for g in diagnosis.parameters if id(g) in dying)]
-    scales = [f"2^{diagnosis.best_exponent(name)}" for name in FORMATS]
-    lines = [
-        "Lost to each format: with one scale / with an exponent of its own",
-        _line("module", "log2 |g|", [get(name).short for name in FORMATS]),
-        _line("best single scale", "", scales),
-        _line("-" * _NAME_WIDTH, "-" * 11, ["-" * 15] * len(FORMATS)),
+    table = [
+        ("gradient of", "log2 |g|", *(get(name).short for name in FORMATS)),
+        ("best single scale", "", *(f"2^{diagnosis.best_exponent(name)}" for name in FORMATS)),
+        *(_cells(diagnosis, gradient) for gradient in rows),
     ]
-    for gradient in rows:
-        shares = [
-            f"{_percent(diagnosis.one_scale(gradient, name))} /"
-            f"{_percent(diagnosis.own_scale(gradient, name))}"
-            for name in FORMATS
-        ]
-        span = "all zero" if gradient.low is None else f"{gradient.low} .. {gradient.high}"
-        lines.append(_line(gradient.name, span, shares))
-    return lines
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(_aligned(row, widths)) for row in table]
+    lines.insert(2, "  ".join("-" * width for width in widths))
+    return ["Relative error in each format: with one scale / with an exponent of its own", *lines]
 
 
-def _line(name: str, span: str, cells: Sequence[str]) -> str:
-    name = shorten(name, _NAME_WIDTH)
-    return "  ".join([f"{name:<{_NAME_WIDTH}}", f"{span:>11}", *(f"{c:>15}" for c in cells)])
+def _cells(diagnosis: Diagnosis, gradient: Gradient) -> tuple[str, ...]:
+    errors = [
+        f"{_percent(diagnosis.one_scale(gradient, name))} /"
+        f"{_percent(diagnosis.own_scale(gradient, name))}"
+        for name in FORMATS
+    ]
+    span = "all zero" if gradient.low is None else f"{gradient.low} .. {gradient.high}"
+    return (printable(gradient.name), span, *errors)
 
 
-def _percent(share: float) -> str:
-    """Six characters; a share that is not zero does not look like zero."""
-    if 0 < share < 0.0005:
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        yield cell.rjust(width) if place else cell.ljust(width)
+
+
+def _percent(error: float) -> str:
+    """Return six characters; an error that is not zero does not look like zero."""
+    if 0 < error < 0.0005:
         return "<0.1%".rjust(6)
-    return f"{share:.1%}".rjust(6)
+    return f"{error:.1%}".rjust(6)
 
 
-def _about_gradients(diagnosis: Diagnosis) -> list[str]:
+def _listed(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _about_spoiled(diagnosis: Diagnosis) -> str:
+    count = len(diagnosis.spoiled)
+    return f"{count} gradients are inf or NaN in float32 already: fix that first." if count else ""
+
+
+def _about_gradients(diagnosis: Diagnosis) -> str:
     if not any(g.high is not None for g in diagnosis.gradients):
-        return ["No gradient other than zero was seen, so there is nothing to scale."]
+        return "No gradient other than zero was seen, so there is nothing to scale."
     exponent, dying = diagnosis.best_exponent(), diagnosis.dying()
-    spoiled = sum(1 for g in diagnosis.gradients if g.histogram.nonfinite)
-    found = []
-    if spoiled:
-        found.append(f"{spoiled} gradients hold inf or NaN in float32 already: mend that first.")
     if not dying:
-        found.append(
-            f"One scale serves FP16: at 2^{exponent} no gradient loses more than "
-            f"{diagnosis.tolerance:.2%} of its elements, so a plain GradScaler will do."
+        return (
+            f"One scale is enough for FP16: at 2^{exponent} underflow changes no gradient by more "
+            f"than {diagnosis.tolerance:.2%} of its norm, so a plain GradScaler will do."
         )
-        return found
-    worst = [f"{shorten(g.name, _NAME_WIDTH)} ({diagnosis.one_scale(g):.0%})" for g in dying[:3]]
-    own = sum(1 for g in dying if diagnosis.own_scale(g) > diagnosis.tolerance)
-    rest = "all of it is kept" if not own else f"{own} of them still lose some"
-    found.append(
-        f"No single scale serves FP16: at 2^{exponent}, the largest that overflows nowhere, "
-        f"{len(dying)} of {len(diagnosis.gradients)} gradients lose more than "
-        f"{diagnosis.tolerance:.2%} of their elements, most of all {', '.join(worst)}. With an "
-        f"exponent for each part {rest}: use AdaptiveGradScaler"
+    worst = [f"{printable(g.name)} ({diagnosis.one_scale(g):.0%})" for g in dying[:3]]
+    most = allowed_error(diagnosis.tolerance, "float16")
+    own = sum(1 for g in dying if diagnosis.own_scale(g) > most)
+    rest = f"{own} of them still have" if own else "none of them has"
+    return (
+        f"No single scale is enough for FP16: at 2^{exponent}, the largest without an overflow, "
+        f"{len(dying)} of {len(diagnosis.gradients)} gradients have a relative error above "
+        f"{diagnosis.tolerance:.2%}; the largest are {', '.join(worst)}. With exponents of their "
+        f"own {rest} such an error: use AdaptiveGradScaler"
         + (", or bfloat16, which has the range." if diagnosis.serves("bfloat16") else ".")
     )
-    return found
 
 
-def _about_outputs(outputs: Sequence[Output]) -> list[str]:
+def _about_outputs(outputs: Sequence[Output]) -> str:
     if not outputs:
-        return []
+        return ""
     over = [o for o in outputs if o.overflows]
-    named = over or list(outputs)
-    names = ", ".join(f"{shorten(o.name, _NAME_WIDTH)} (up to {o.amax:.3g})" for o in named[:3])
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    what = "overflows" if over else "comes close to"
-    return [
-        f"The forward output of {names}{more} {what} FP16's maximum of 65504. No loss scale can "
-        "help there, since it acts on gradients alone: run these modules in float32 (inside "
-        "torch.autocast(..., enabled=False)) or in bfloat16, or make their input smaller, with "
-        "a norm before them or a smaller initial weight."
-    ]
+    names = _listed([f"{printable(o.name)} (up to {o.amax:.3g})" for o in over or outputs], 3)
+    verb = "overflows" if over else "comes close to"
+    return (
+        f"The forward output of {names} {verb} FP16's maximum of 65504. No loss scale can help "
+        'there, since it acts on gradients alone: give the scaler forward="mend", run these '
+        "modules in float32 (inside torch.autocast(..., enabled=False)) or in bfloat16, or make "
+        "their input smaller, with a norm before them or a smaller initial weight."
+    )
