@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from gradlift.plan import BINS, Component, Cut, Graph, Histogram
 from gradlift.plan.adaptive_policy import AdaptivePolicy
 from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
-from gradlift.policy import Predictive, update
+from gradlift.policy import Predictive, shifted, update
 
 fixed = settings(derandomize=True, deadline=None, max_examples=25)
 TOLERANCE, DELAY = 1e-3, 2
 OVERFLOW = 65520.0
 """The smallest value that float16 rounds to inf."""
+SMALLEST = -25
+"""log2 of the largest value that float16 rounds to 0."""
 
 
 def histogram_of(x, exponent):
@@ -33,16 +35,33 @@ class Run:
     Args:
         parents: where the components 1, 2, ... get their gradients from; 0 is the loss's.
         sizes: log2 of the gradients of each component.
-        grows: bits that are added to them, by step and component.
+        others: bits by which another gradient of a component, which is no parameter's, exceeds
+            those of its parameters; by component.
+        grows: bits that are added to all gradients of a component, by step and component.
         bad_losses: steps whose loss is NaN.
         by: bits that are added to the loss.
+        init: log2 of the first loss scale.
+        names: of the modules; those of the component 0 have no cut.
     """
 
-    def __init__(self, parents, sizes, *, headroom=3, grows=None, bad_losses=(), by=0, **changes):
+    def __init__(
+        self,
+        parents,
+        sizes,
+        *,
+        headroom=3,
+        others=None,
+        grows=None,
+        bad_losses=(),
+        by=0,
+        init=8,
+        names=None,
+        **changes,
+    ):
         count = len(sizes)
         self.parents, self.sizes, self.grows = (None, *parents), sizes, grows
-        self.bad_losses, self.by = bad_losses, by
-        self.names = names = [f"layer{i}" for i in range(count)]
+        self.others, self.bad_losses, self.by = others or {}, bad_losses, by
+        self.names = names = names or [f"layer{i}" for i in range(count)]
         self.graph = Graph(
             tuple(Component((names[i],) if i else ()) for i in range(count)),
             tuple(Cut(names[i], parents[i - 1], i) for i in range(1, count)),
@@ -50,54 +69,87 @@ class Run:
         random = np.random.default_rng(7)
         self.shapes = [random.normal(size=300) for _ in range(count)]
         self.tops = [float(np.abs(shape).max()) for shape in self.shapes]
-        self.predictive = Predictive(headroom=headroom, init_scale=2.0 ** (8 - by))
+        self.headroom = headroom
+        self.predictive = Predictive(headroom=headroom, init_scale=2.0**init)
         self.state = self.predictive.init()
         self.policy = AdaptivePolicy("float16", TOLERANCE, headroom, **changes)
         self.step, self.pending, self.probing = 0, deque(), True
-        self.offsets, self.parameter_offsets = [0] * count, {}
+        self.offsets, self.weights = [0] * count, {}
         self.plans, self.probes, self.skipped = [], [], []
 
-    def size(self, i):
+    @property
+    def loss(self):
+        """The exponent of the loss in the next step."""
+        return round(math.log2(self.state.scale))
+
+    def size(self, i, other=0):
         grown = self.grows(self.step, i) if self.grows else 0.0
-        return self.sizes[i] + grown + self.by
+        return self.sizes[i] + grown + self.by + other
 
     def stored_tensors(self, loss):
-        """(name, components, component whose gradient it is, exponent) of all stored gradients."""
+        """(name, components, size, exponents, component whose gradient it is)."""
         for i, name in enumerate(self.names):
-            yield f"{name}.weight", (i,), i, loss + self.offsets[i]
+            own = loss + self.offsets[i]
+            yield f"{name}.weight", (i,), self.size(i), (own,), i
+            if i in self.others:
+                yield f"{name}.inner", (i,), self.size(i, self.others[i]), (own,), i
             if i:
                 down = self.parents[i]
-                yield name, (down, i), i, loss + min(self.offsets[down], self.offsets[i])
+                yield name, (down, i), self.size(i), (loss + self.offsets[down], own), i
+
+    def lost(self, loss):
+        """The components that get nothing but zeros."""
+        gone = set()
+        for i in range(1, len(self.sizes)):
+            down = self.parents[i]
+            shown = math.log2(self.tops[i]) + self.size(i) + loss + self.offsets[down]
+            if down in gone or shown <= SMALLEST:
+                gone.add(i)
+        return gone
 
     def result(self, loss, hit):
-        tensors = []
-        for name, components, i, exponent in self.stored_tensors(loss):
+        tensors, lost = [], self.lost(loss)
+        for name, components, size, exponents, i in self.stored_tensors(loss):
+            exponent = min(exponents)
+            size = -math.inf if i in lost else size
             with np.errstate(over="ignore"):
-                stored = (self.shapes[i] * 2.0 ** (self.size(i) + exponent)).astype(np.float16)
-            shown = replace(histogram_of(stored, exponent), nonfinite=int(i in hit))
-            weight = len(components) == 1
-            tensors.append(ProbedTensor(name, components, shown, exponent, "float16", True, weight))
+                stored = (self.shapes[i] * 2.0 ** (size + exponent)).astype(np.float16)
+            shown = histogram_of(stored, exponent)
+            shown = replace(shown, nonfinite=max(shown.nonfinite, int(i in hit)))
+            parameter = name.endswith(".weight")
+            kind = ProbedTensor(name, components, shown, exponent, "float16", True, parameter)
+            tensors.append(kind)
         owners = {f"{name}.weight": i for i, name in enumerate(self.names)}
         return ProbeResult(self.graph, tuple(tensors), owners)
 
     def overflowed(self, loss):
         """The components with an inf: it spreads to all that get their gradient from there."""
         hit = set()
-        for i in range(len(self.sizes)):
-            highest = loss + max(self.offsets[i], 0 if i == 0 else self.offsets[self.parents[i]])
-            own = math.log2(self.tops[i]) + self.size(i) + highest >= math.log2(OVERFLOW)
-            if own or self.parents[i] in hit:
+        for _, components, size, exponents, i in self.stored_tensors(loss):
+            for component, exponent in zip(components, exponents, strict=True):
+                if math.log2(self.tops[i]) + size + exponent >= math.log2(OVERFLOW):
+                    hit.add(component)
+        for i in range(1, len(self.sizes)):
+            if self.parents[i] in hit:
                 hit.add(i)
         return hit
 
+    def largest(self):
+        """floor(log2) of the largest gradient of any kind."""
+        tensors = self.stored_tensors(0)
+        return math.floor(max(math.log2(self.tops[i]) + size for _, _, size, _, i in tensors))
+
     def train(self, steps):
         for _ in range(steps):
-            loss = round(math.log2(self.state.scale))
+            loss = self.loss
             bad = self.step in self.bad_losses
             hit = set(range(len(self.sizes))) if bad else self.overflowed(loss)
             result = self.result(loss, hit) if self.probing else None
-            raised = [self.parameter_offsets.get(f"{name}.weight", 0) for name in self.names]
-            sizes = [self.size(i) + at for i, at in enumerate(raised)]
+            counted = [self.weights.get(f"{name}.weight", 0) for name in self.names]
+            lost = self.lost(loss)
+            sizes = [
+                -math.inf if i in lost else self.size(i) + more for i, more in enumerate(counted)
+            ]
             largest = max(top * 2.0**size for top, size in zip(self.tops, sizes, strict=True))
             self.plans.append((list(self.offsets), loss))
             self.probes += [self.step] * self.probing
@@ -115,28 +167,38 @@ class Run:
             self.pending and (overflowed or self.policy.needs_more_probes)
         ):
             record, result, names = self.pending.popleft()
-            if result is not None or record.overflow:
-                record = replace(record, gap=math.floor(self.state.gap))
+            exponent = self.loss if result is not None or record.overflow else None
             asked = names if result is None else ()
-            assert self.policy.observe(record, self.step, result, asked) == 0
+            shift = self.policy.observe(record, self.step, result, asked, exponent)
+            self.state = shifted(self.predictive, self.state, shift)
             overflowed |= record.overflow
             if result is not None or record.overflow:
                 self.offsets = [self.policy.offsets.get(name, 0) for name in self.names]
-                self.parameter_offsets = self.policy.parameter_offsets
+                # The loss's component has no module, and no offset.
+                self.offsets[0] = 0
+                self.weights = self.policy.parameter_weights
         self.step += 1
         waiting = any(result is not None for _, result, _ in self.pending)
         self.probing = self.step >= self.policy.schedule.next_probe and not waiting
 
+    @property
+    def exponents(self):
+        """The exponent of each component, by step."""
+        return [[loss + offset for offset in offsets] for offsets, loss in self.plans]
+
     def errors(self):
         """The relative error of each tensor at the exponents of now, by float16 itself."""
-        loss = round(math.log2(self.state.scale))
-        found = {}
-        for name, _, i, exponent in self.stored_tensors(loss):
-            x = self.shapes[i] * 2.0 ** (self.size(i) + exponent)
-            small = np.abs(x) < 2.0**-14
-            lost = x[small] - x[small].astype(np.float16)
-            found[name] = np.linalg.norm(lost) / np.linalg.norm(x)
-        return found
+        tensors, lost = self.stored_tensors(self.loss), self.lost(self.loss)
+        return {
+            name: 1.0 if i in lost else self.error(i, size, min(at))
+            for name, _, size, at, i in tensors
+        }
+
+    def error(self, i, size, exponent):
+        x = self.shapes[i] * 2.0 ** (size + exponent)
+        small = np.abs(x) < 2.0**-14
+        lost = x[small] - x[small].astype(np.float16)
+        return np.linalg.norm(lost) / np.linalg.norm(x)
 
 
 def deep_chain(layers=30, bits=3, **changes):
@@ -144,14 +206,19 @@ def deep_chain(layers=30, bits=3, **changes):
     return Run(range(layers - 1), sizes, **changes)
 
 
+def bits(low, high):
+    """Fractions that floats hold exactly, so that a sum does not depend on its order."""
+    return st.integers(8 * low, 8 * high).map(lambda number: number / 8)
+
+
 @st.composite
 def trees(draw, most=8):
-    """The arguments of a run."""
+    """The parents and sizes of a run; nothing overflows at its first scale."""
     count = draw(st.integers(1, most))
     parents = [draw(st.integers(max(0, i - 2), i - 1)) for i in range(1, count)]
-    sizes = [draw(st.floats(-6, 2))]
+    sizes = [draw(bits(-6, 2))]
     for parent in parents:
-        sizes.append(sizes[parent] + draw(st.floats(-25, 3)))
+        sizes.append(min(sizes[parent] + draw(bits(-25, 3)), 4.0))
     return parents, sizes
 
 
