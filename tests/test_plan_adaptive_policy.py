@@ -5,6 +5,7 @@ import json
 import math
 from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from gradlift.plan import BINS, Component, Cut, Graph, Histogram
 from gradlift.plan.adaptive_policy import AdaptivePolicy
 from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
-from gradlift.policy import Predictive, shifted, update
+from gradlift.plan.planner import LARGEST_OFFSET, SLACK
+from gradlift.policy import LARGEST_EXPONENT, Predictive, shifted, update
 
 fixed = settings(derandomize=True, deadline=None, max_examples=25)
 TOLERANCE, DELAY = 1e-3, 2
@@ -110,7 +112,7 @@ class Run:
     def result(self, loss, hit):
         tensors, lost = [], self.lost(loss)
         for name, components, size, exponents, i in self.stored_tensors(loss):
-            exponent = min(exponents)
+            exponent = exponents[0]  # before it passes the cut
             size = -math.inf if i in lost else size
             with np.errstate(over="ignore"):
                 stored = (self.shapes[i] * 2.0 ** (size + exponent)).astype(np.float16)
@@ -232,18 +234,29 @@ def test_constant_gradients_change_nothing_after_thirty_steps(tree, headroom):
     assert len(run.probes) < 25
 
 
-@fixed
-@given(trees())
-def test_with_constant_gradients_no_component_falls(tree):
-    run = Run(*tree).train(100)
-    for before, after in zip(run.plans[1:], run.plans[2:], strict=False):
-        assert all(a >= b for b, a in zip(before[0], after[0], strict=True))
+@pytest.mark.xfail(strict=True, reason="the room for doubt shrinks with the ninth probe")
+def test_constant_gradients_at_the_edge_of_a_component_change_nothing_after_thirty_steps():
+    run = Run([0, 1, 2, 2, 3], [-0.5, -2.0, 0.0, -2.25, -23.25, -26.625]).train(450)
+    assert run.plans[30:] == [run.plans[30]] * 420
+
+
+@settings(fixed, max_examples=60)
+@given(trees(), st.integers(0, 5))
+@example(([0, 1, 2, 3], [-3.125, -17.875, -26.625, -30.625, -43.0]), 5)  # one falls
+def test_with_constant_gradients_a_component_falls_only_where_others_rise(tree, headroom):
+    """Those may need another exponent, and two regions need fewer cuts than three."""
+    run = Run(*tree, headroom=headroom).train(100)
+    for before, after in pairwise(run.exponents[1:]):
+        rises = [new - old for old, new in zip(before, after, strict=True)]
+        assert min(rises) >= 0 or max(rises) > 0
+    for before, after in pairwise(run.exponents[30:]):
+        assert before == after
 
 
 @fixed
-@given(trees())
-def test_with_constant_gradients_no_tensor_loses_its_precision_again(tree):
-    run, precise = Run(*tree).train(1), set()
+@given(trees(), st.integers(0, 5))
+def test_with_constant_gradients_no_tensor_loses_its_precision_again(tree, headroom):
+    run, precise = Run(*tree, headroom=headroom).train(1), set()
     for _ in range(60):
         run.train(1)
         now = {name for name, error in run.errors().items() if error <= TOLERANCE}
@@ -251,15 +264,110 @@ def test_with_constant_gradients_no_tensor_loses_its_precision_again(tree):
         precise = now
 
 
+@pytest.mark.xfail(strict=True, reason="a probe lowers offsets at once, the loss rises bit by bit")
+def test_a_component_whose_gradients_stay_the_same_does_not_fall_when_others_shrink():
+    run = Run([0], [0.0, -30.0], grows=lambda step, i: -11.0 * (step >= 100 and i == 0))
+    own = [exponents[1] for exponents in run.train(240).exponents]
+    assert all(after >= before for before, after in pairwise(own[30:]))
+
+
 @fixed
 @given(trees(), st.integers(-20, 20))
 def test_a_loss_times_a_power_of_two_shifts_every_exponent(tree, by):
-    parents, sizes = tree
-    sizes = [round(size) for size in sizes]
-    one, other = (Run(parents, sizes, by=shift).train(60) for shift in (0, by))
+    one, other = (Run(*tree, by=shift, init=8 - shift).train(60) for shift in (0, by))
     assert other.probes == one.probes
     assert [plan[0] for plan in other.plans] == [plan[0] for plan in one.plans]
     assert [plan[1] + by for plan in other.plans] == [plan[1] for plan in one.plans]
+
+
+@fixed
+@given(trees(), st.integers(-6, 8))
+def test_a_larger_loss_at_the_same_first_scale_ends_at_the_same_offsets(tree, by):
+    """The first probe says where the scale belongs, as long as it shows something."""
+    one, other = (Run(*tree, by=shift, init=0).train(450) for shift in (0, by))
+    assert other.plans[-1][0] == one.plans[-1][0]
+    assert other.plans[-1][1] + by == one.plans[-1][1]
+
+
+@fixed
+@given(trees(), st.integers(0, 5), st.data())
+def test_names_of_modules_do_not_matter(tree, headroom, data):
+    count = len(tree[1])
+    text = st.text(st.characters(exclude_characters="@[]"), min_size=1)
+    names = st.lists(text, min_size=count, max_size=count, unique=True)
+    run, other = (
+        Run(*tree, headroom=headroom, names=given).train(80)
+        for given in (None, data.draw(names, label="names"))
+    )
+    assert other.plans == run.plans
+    assert other.probes == run.probes
+    assert other.policy.plan.offsets == run.policy.plan.offsets
+
+
+def safe_exponents(run):
+    """The highest exponent of each component that leaves the headroom free, with the room for
+    doubt of a component that some probes have seen."""
+    largest = dict.fromkeys(range(len(run.sizes)), -math.inf)
+    for _, components, size, _, i in run.stored_tensors(0):
+        for component in components:
+            own = math.log2(run.tops[i]) + size
+            largest[component] = max(largest[component], own)
+    doubt = math.ceil(run.headroom / 2)
+    room = LARGEST_EXPONENT - run.headroom - doubt
+    highest = run.loss + LARGEST_OFFSET
+    safe = {i: min(room - math.floor(own), highest) for i, own in largest.items()}
+    return {i: max(exponent, run.loss) if i else run.loss for i, exponent in safe.items()}
+
+
+@settings(fixed, max_examples=60)
+@given(trees(), st.integers(0, 5))
+def test_every_tensor_that_float16_can_hold_ends_within_the_tolerance(tree, headroom):
+    """What shows nothing but zeros wherever it is stored, 40 bits below, is not known to be one."""
+    run = Run(*tree, headroom=headroom).train(450)
+    safe, lost, errors = safe_exponents(run), run.lost(run.loss), run.errors()
+    for name, components, size, _, i in run.stored_tensors(run.loss):
+        most = min(safe[component] for component in components)
+        if i not in lost and run.error(i, size, most - SLACK) <= TOLERANCE:
+            assert errors[name] <= TOLERANCE, name
+    seen = (run.loss + 24 + math.log2(run.tops[i]) + run.size(i) >= 0 for i in lost)
+    assert not any(seen), "the loss scale shows them"
+
+
+@settings(fixed, max_examples=60)
+@given(trees(), st.integers(0, 5), st.data())
+def test_an_activation_that_exceeds_all_parameters_never_overflows_after_a_probe(
+    tree, headroom, data
+):
+    where = data.draw(st.integers(0, len(tree[1]) - 1), label="component")
+    others = {where: data.draw(bits(0, 30), label="bits")}
+    run = Run(*tree, headroom=headroom, others=others).train(300)
+    first = min(step for step in run.probes if step not in run.skipped)
+    assert run.skipped == list(range(first)), "the first scale was too high"
+    for _, loss in run.plans[100:]:
+        assert abs(loss - (LARGEST_EXPONENT - headroom - run.largest())) <= 1
+
+
+JUMP = 20
+
+
+@settings(fixed, max_examples=60)
+@given(trees(), st.integers(2, 5), st.integers(40, 300), st.data())
+def test_a_component_that_jumps_costs_as_many_steps_as_the_device_takes_to_lower_the_scale(
+    tree, headroom, when, data
+):
+    """Three: each of them lowers the scale by 6 bits, and the headroom is another 2 at least."""
+    hit = data.draw(st.integers(0, len(tree[1]) - 1), label="component")
+    run = Run(*tree, headroom=headroom, grows=lambda step, i: JUMP * (step >= when and i == hit))
+    run.train(when + 400)
+    assert len(run.skipped) <= 3
+    assert set(run.skipped) <= set(range(when, when + 3))
+
+
+@pytest.mark.xfail(strict=True, reason="at the lowered loss scale no probe shows the component")
+def test_a_component_that_jumps_behind_a_lost_gradient_costs_three_steps():
+    sizes = [1.625, -22.875, -34.25, -49.625, -55.875, -70.75]
+    run = Run(range(5), sizes, headroom=2, grows=lambda step, i: JUMP * (step >= 100 and i == 4))
+    assert run.train(500).skipped == [100, 101, 102]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +383,7 @@ def test_a_deep_chain_ends_within_the_tolerance(layers, bits, steps):
 def test_without_layers_the_loss_scale_is_the_only_one():
     run = deep_chain(layerwise=False).train(300)
     assert not any(any(offsets) for offsets, _ in run.plans)
-    assert run.policy.parameter_offsets == {}
+    assert run.policy.parameter_weights == {}
     assert len(run.probes) < 20
 
 
