@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradlift.plan.observations import COUNT, STEP
-from gradlift.schema import LARGEST, record, row, whole
+from gradlift.schema import LARGEST, flag, record, row, whole
 
 MOST_IN_A_ROW = 8
 """Probes that may follow each other at once."""
@@ -85,19 +85,23 @@ class ProbeSchedule:
         return {
             "next_probe": self.next_probe,
             "in_a_row": self._in_a_row,
+            "searching": self.searching,
             "unplanned": list(self._unplanned),
         }
 
     def resumed(self, read: Mapping[str, Any]) -> ProbeSchedule:
         """Return a schedule that continues from a state that ``SCHEDULE`` has read."""
         made = ProbeSchedule(self.interval)
-        made._count(read["in_a_row"])
+        made._in_a_row, made.searching = read["in_a_row"], read["searching"]
         made.next_probe, made._unplanned = read["next_probe"], read["unplanned"]
         return made
 
 
 _ANY_STEP = whole(-LARGEST)
 SCHEDULE = record(
-    next_probe=STEP, in_a_row=COUNT, unplanned=row(_ANY_STEP, COUNT, _ANY_STEP, make=tuple)
+    next_probe=STEP,
+    in_a_row=COUNT,
+    searching=flag,
+    unplanned=row(_ANY_STEP, COUNT, _ANY_STEP, make=tuple),
 )
 """The check of what ``ProbeSchedule.to_dict`` wrote."""
