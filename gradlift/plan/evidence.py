@@ -167,7 +167,9 @@ class Evidence:
         below = 0 if name in self._unsafe else self._below.get(name)
         if below is None or self._saturates:
             return below
-        return below - math.ceil(self.headroom / math.sqrt(self._probes.get(name, 1)))
+        # No more than that: gradients that stay the same are to change no plan.
+        probes = min(self._probes.get(name, 1), self._min_probes)
+        return below - math.ceil(self.headroom / math.sqrt(probes))
 
     @property
     def has_parameters(self) -> bool:
