@@ -304,7 +304,8 @@ SCALES = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 def is_power_of_two(value: Any) -> bool:
-    return is_number(value, *SCALES) and math.frexp(value)[0] == 0.5
+    """As float32 holds it."""
+    return is_number(value, *SCALES) and math.frexp(torch.tensor(float(value)).item())[0] == 0.5
 
 
 def valid_scaler(state: Any) -> bool:
