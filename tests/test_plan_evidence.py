@@ -80,9 +80,7 @@ def test_a_larger_gradient_counts_at_once_and_is_forgotten_bit_by_bit(head, bits
 @given(exponents, below, headrooms)
 def test_more_probes_of_the_same_gradients_make_it_surer_up_to_some(head, less, headroom):
     counts = (1, 2, 3, MIN_PROBES, 9, 40)
-    highest = [
-        probed(head, [head - less] * n, headroom=headroom).highest(GRAPH, 1) for n in counts
-    ]
+    highest = [probed(head, [head - less] * n, headroom=headroom).highest(GRAPH, 1) for n in counts]
     assert highest == sorted(highest)
     assert highest[0] == less - headroom
     assert len(set(highest[3:])) == 1, "after that it stays the same"

@@ -101,7 +101,7 @@ def test_a_group_of_one_goes_on_with_the_probe_that_was_under_way():
     try:
         whole = checkpoints.Run("plain", "range", process_group=dist.group.WORLD)
         steps, states = [], []
-        for _ in range(checkpoints.STEPS):
+        for _ in range(checkpoints.STEPS + checkpoints.AFTER):
             steps.append(whole.step())
             states.append([copy.deepcopy(part.state_dict()) for part in whole.parts])
         probed = [
