@@ -51,6 +51,7 @@ from torch.distributed.tensor.parallel import (
 from gradlift import Predictive, update
 from gradlift.policy import float32
 from gradlift.torch import AdaptiveGradScaler, GradScaler, MasterWeights, UnevenInputs
+from gradlift.torch.forward.guard import ForwardGuard
 from gradlift.torch.ranks.message import ADDED, COLUMNS
 from gradlift.torch.step import grads
 
@@ -695,6 +696,21 @@ def fsdp1_and_a_guard_of_the_forward_pass() -> None:
 @case(2)
 def tensor_parallelism_and_a_guard_of_the_forward_pass() -> None:
     mended_on_ranks("tp")
+
+
+@case(2)
+def a_guard_mends_a_layer_that_one_rank_has_no_part_of() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 1)), torch.full((2, 8), 2.0**15)
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+        model[0].bias.fill_(1.0)
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    assert everyone(len(model[0].weight.to_local())) == [1, 0]
+    ForwardGuard(model).mend("0")
+    with torch.autocast("cpu", torch.float16):
+        out = model(x)
+    assert torch.equal(out, torch.full((2, 1), 2.0**19 + 1)), out
 
 
 @case(4)

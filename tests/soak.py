@@ -6,7 +6,8 @@
     PYTHONPATH=. python tests/soak.py --case case.json     one case, as a failure printed it
 
 Cases are drawn one after the other from a seed (``soak_cases.py``): ranks, layout, scaler, trainer
-and faults. Each runs in processes of its own (``soak_rank.py``); where a fault ends them, they are
+and faults, or damaged states of JAX and Keras. Each runs in processes of its own
+(``soak_rank.py``, ``soak_states.py``); where a fault ends them, they are
 started again from the last checkpoint, perhaps with another number of ranks. A failure is shrunk
 to a simpler case that fails alike, and printed with both. What was run is kept in ``--folder``:
 started again there, the soak goes on where it was.
@@ -61,8 +62,14 @@ class Failure:
 def run(case: Case, folder: Path) -> Failure | None:
     """Every attempt of a case; what failed."""
     import soak_rank
+    import soak_states
 
     context = multiprocessing.get_context("fork")
+    if case.states is not None:
+        # JAX and TensorFlow start threads, so nothing before this fork imports them.
+        alone = context.Process(target=soak_states.main, args=(case.to_json(), folder))
+        alone.start()
+        return wait([alone], folder, 0, None)
     for attempt, world in enumerate(case.worlds()):
         port = free_port()
         work = [
@@ -229,6 +236,7 @@ def note(progress: Progress, case: Case, failure: Failure, folder: Path) -> None
 def import_early(trainers: bool = True) -> None:
     """All that ranks need, so that a fork is a rank."""
     import soak_rank  # noqa: F401
+    import soak_states  # noqa: F401
     import torch
     import torch._dynamo  # a first step would import it on every rank
     import torch.distributed.checkpoint.state_dict

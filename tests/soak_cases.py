@@ -29,6 +29,8 @@ TRAINERS = ("loop", "accelerate", "fabric")
 LAYOUTS = ("plain", "ddp", "fsdp2", "tp")
 SCALERS = ("dynamic", "static", "adaptive")
 OPTIMIZERS = ("sgd", "momentum", "adamw", "fused")
+STATES = ("jax", "keras")
+"""Libraries whose saved states a case damages, instead of a training."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Case:
     """Whether a guard may mend the forward pass."""
     second: bool = False
     """Whether another network, compiled, is trained with a scaler of its own."""
+    hooks: bool = False
+    """Whether the optimizer has step hooks, one of which clips values."""
+    states: str | None = None
+    """One of ``STATES``: ``steps`` saved states are damaged, and all else is ignored."""
     micros: int = 1
     steps: int = 12
     save_every: int = 4
@@ -76,6 +82,13 @@ class Case:
         row = json.loads(text)
         faults = tuple(Fault(**fault) for fault in row["faults"])
         return cls(**{**row, "faults": faults, "unchecked": tuple(row["unchecked"])})
+
+    @property
+    def hooked(self) -> bool:
+        """Whether there are step hooks. A fused optimizer without the scaler's ``max_norm`` shows
+        them scaled gradients, as it does under torch's scaler: there it has none."""
+        own = self.trainer == "loop" and self.max_norm is not None
+        return self.hooks and (self.optimizer != "fused" or own)
 
     @property
     def ends(self) -> list[Fault]:
@@ -94,6 +107,10 @@ class Case:
 def draw(seed: int, without: Collection[str] = (), device: str = "cpu") -> Case:
     """The case of a seed, without some faults and checks; on a GPU with one rank."""
     dice = random.Random(seed)
+    if dice.random() < 0.1:
+        skip = tuple(check for check in CHECKS if check in without)
+        states, steps = dice.choice(STATES), dice.randint(10, 30)
+        return Case(seed, device, states=states, steps=steps, unchecked=skip)
     ranks = dice.choice((1, 1, 2, 2, 3, 4) if device == "cpu" else (1,))
     trainer = dice.choice(("loop", "loop", "accelerate", "fabric"))
     layout = dice.choice(LAYOUTS if trainer == "loop" else ("ddp",))
@@ -111,9 +128,10 @@ def draw(seed: int, without: Collection[str] = (), device: str = "cpu") -> Case:
         trainer != "loop" or dice.random() < 0.5,
         dice.random() < 0.5,
         dice.random() < 0.2,
-        dice.choice((1, 1, 2)),
-        dice.randint(10, 30),
-        dice.randint(3, 7),
+        dice.random() < 0.4,
+        micros=dice.choice((1, 1, 2)),
+        steps=dice.randint(10, 30),
+        save_every=dice.randint(3, 7),
     )
     kinds = tuple(kind for kind in KINDS if kind not in without)
     unchecked = tuple(check for check in CHECKS if check in without)
@@ -178,6 +196,14 @@ def possible(case: Case, kind: str) -> bool:
 
 def simpler(case: Case) -> Iterator[Case]:
     """Cases that are one step simpler, the boldest first."""
+    if case.states is not None:
+        # Each damage is drawn by its number, so that the last one fails alone or with those before.
+        yield from (
+            replace(case, steps=steps)
+            for steps in (1, case.steps // 2, case.steps - 1)
+            if 0 < steps < case.steps
+        )
+        return
     for faults in _fewer(case.faults):
         yield replace(case, faults=faults)
     last = max((fault.step for fault in case.faults), default=0)
@@ -191,7 +217,8 @@ def simpler(case: Case) -> Iterator[Case]:
         yield replace(case, trainer="loop")
     elif case.layout != "plain":
         yield replace(case, layout="plain")
-    for name in ("micros", "max_norm", "optimizer", "half", "mend", "second", "save_every"):
+    names = ("micros", "max_norm", "optimizer", "half", "mend", "second", "hooks", "save_every")
+    for name in names:
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
     if case.scaler != "dynamic":

@@ -28,8 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from soak_cases import ENDS, ROLLBACK, Case, Fault
+from soak_damage import canonical, damaged, difference, require
 from soak_training import (
     TRAINERS,
+    Hooks,
     Second,
     batch,
     bounds_of,
@@ -52,15 +54,6 @@ HELD = 3
 
 REFUSED_TOGETHER = "No weight has moved"
 """In errors after which there is nothing to update."""
-
-
-class Violation(AssertionError):
-    """Something that has to hold does not."""
-
-
-def require(condition: Any, what: str) -> None:
-    if not condition:
-        raise Violation(what)
 
 
 class Failing:
@@ -144,6 +137,7 @@ class Session:
             updated = self.training.drop(kinds["dropped"].chance)
             if updated:
                 self._updated(before.scale, None)
+            self.shadow.check_hooks(f"step {step}", before, 0)
             self.after_drop = True
             return
         with _disk_full("full disk" in kinds):
@@ -153,6 +147,7 @@ class Session:
             self._check(step, before)
             return
         require_same(everyone((refused[:9], self._facts())), f"step {step}: a refusal on the ranks")
+        self.shadow.check_hooks(f"step {step}", before, 0)
         if REFUSED_TOGETHER not in refused:
             self.training.scaler.update()
             self._updated(before.scale, None)
@@ -430,8 +425,9 @@ class Session:
 class Look:
     """Gradients after backward, before anything unscales them."""
 
-    def __init__(self, parameters: list[Tensor], scale: float) -> None:
+    def __init__(self, parameters: list[Tensor], scale: float, hooks: Hooks | None) -> None:
         self.scale = scale
+        self.calls = hooks.calls if hooks else (0, 0)
         self.weights = [local(p.detach()).clone() for p in parameters]
         # Powers of two: exact.
         grads = [None if p.grad is None else local(p.grad).clone() for p in parameters]
@@ -454,7 +450,8 @@ class Shadow:
                 self.optimizer.state[weight][key] = kept
 
     def look(self) -> Look:
-        return Look(self.training.parameters, self.training.scaler.get_scale())
+        training = self.training
+        return Look(training.parameters, training.scaler.get_scale(), training.hooks)
 
     def follow(self) -> None:
         with torch.no_grad():
@@ -467,15 +464,44 @@ class Shadow:
         if bad:
             same = all(torch.equal(a, b) for a, b in zip(now, before.weights, strict=True))
             require(same, f"{at}: was skipped and moved the weights")
+            self.check_hooks(at, before, 0)
             return
         factor = self._clipping(before)
         for weight, grad in zip(self.weights, before.grads, strict=True):
             weight.grad = None if grad is None else grad * factor
+        self.check_hooks(at, before, 1)
         self.optimizer.step()
         for weight, old, new in zip(self.weights, before.weights, now, strict=True):
             if old.numel():
                 self._compare(at, new - old, weight.detach() - old)
         self.follow()
+
+    def check_hooks(self, at: str, before: Look, ran: int) -> None:
+        """The optimizer's hooks ran once in a step and never without one, and saw the gradients
+        that the shadow has, whose values are then clipped as well."""
+        hooks = self.training.hooks
+        if hooks is None:
+            return
+        calls = tuple(now - was for now, was in zip(hooks.calls, before.calls, strict=True))
+        require(calls == (ran, ran), f"{at}: hooks ran {calls} times and not {ran}")
+        if not ran:
+            return
+        for weight, seen in zip(self._in_groups(), hooks.seen, strict=True):
+            require((weight.grad is None) == (seen is None), f"{at}: hooks saw other gradients")
+            if seen is not None and weight.grad is not None and seen.numel():
+                largest = float(weight.grad.abs().max())
+                apart = float((seen - weight.grad).abs().max())
+                right = apart <= 1e-3 * largest + 1e-6
+                require(
+                    right, f"{at}: a hook saw a gradient {apart:.3g} off, largest {largest:.3g}"
+                )
+                weight.grad.clamp_(-hooks.LIMIT, hooks.LIMIT)
+
+    def _in_groups(self) -> list[Tensor]:
+        """The weights in the order of the training's optimizer."""
+        own = dict(zip(map(id, self.training.parameters), self.weights, strict=True))
+        groups = self.training.optimizer.param_groups
+        return [own[id(param)] for group in groups for param in group["params"]]
 
     def _compare(self, at: str, moved: Tensor, right: Tensor) -> None:
         largest = float(right.abs().max())
@@ -528,48 +554,6 @@ def read_records(path: Path) -> tuple[dict[int, tuple[float, bool]], int]:
         elif isinstance(row, dict) and "step" in row:
             records[row["step"]] = row["scale"], row.get("skipped", False)
     return records, unread
-
-
-def canonical(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: json.loads(value) if isinstance(value, str) and value.startswith("{") else value
-        for key, value in state.items()
-    }
-
-
-def difference(one: Any, other: Any, path: str = "state") -> str:
-    """Where two states differ first; empty where they do not."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        pairs = [(one[key], other[key], f"{path}.{key}") for key in one]
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = [(a, other[n], f"{path}[{n}]") for n, a in enumerate(one)]
-    else:
-        return "" if one == other else f"{path}: {str(one)[:80]} -> {str(other)[:80]}"
-    return next((found for pair in pairs if (found := difference(*pair))), "")
-
-
-def damaged(state: dict[str, Any], dice: random.Random) -> dict[str, Any]:
-    """One entry of a state, at any depth, gone or replaced."""
-    key = dice.choice(list(state))
-    value = state[key]
-    if isinstance(value, str) and value.startswith("{") and value != "{}" and dice.random() < 0.8:
-        inner = damaged(json.loads(value), dice)
-        return {**state, key: json.dumps(inner)}
-    if isinstance(value, dict) and value and dice.random() < 0.8:
-        return {**state, key: damaged(value, dice)}
-    if isinstance(value, list) and value and dice.random() < 0.8:
-        place = dice.randrange(len(value))
-        entry = value[place]
-        entry = damaged(entry, dice) if isinstance(entry, dict) and entry else dice.choice(BAD)
-        return {**state, key: [*value[:place], entry, *value[place + 1 :]]}
-    if dice.random() < 0.2:
-        return {k: v for k, v in state.items() if k != key}
-    if isinstance(value, str) and value and dice.random() < 0.5:
-        return {**state, key: value[: dice.randrange(len(value))]}
-    return {**state, key: dice.choice(BAD)}
-
-
-BAD: tuple[Any, ...] = (None, "x", -1, math.nan, math.inf, 0, 2**70, [], {}, [1], True, -0.5)
 
 
 def usage() -> dict[str, int]:

@@ -136,6 +136,35 @@ class Second:
         self.scaler.update()
 
 
+class Hooks:
+    """Step hooks of a user's: one clips values, one counts."""
+
+    LIMIT = 0.02
+
+    def __init__(self, optimizer: Any) -> None:
+        self.before, self.after = 0, 0
+        self.seen: list[Tensor | None] = []
+        """The gradients before the latest step that ran, before their values were clipped."""
+        real = getattr(optimizer, "optimizer", optimizer)  # a trainer's wrapper
+        real.register_step_pre_hook(self.clip)
+        real.register_step_post_hook(self.count)
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        return self.before, self.after
+
+    def clip(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.before += 1
+        self.seen = [None if p.grad is None else local(p.grad).clone() for p in params]
+        for param in params:
+            if param.grad is not None:
+                local(param.grad).clamp_(-self.LIMIT, self.LIMIT)
+
+    def count(self, *_: object) -> None:
+        self.after += 1
+
+
 class Loop:
     """The loop of the docs, plain, with DDP, with FSDP2 or with tensor parallelism."""
 
@@ -143,6 +172,7 @@ class Loop:
         self.case, self.rank, self.world = case, rank, world
         self.build(net(case))
         self.parameters = list(self.model.parameters())
+        self.hooks = Hooks(self.optimizer) if case.hooked else None
 
     def build(self, model: Net) -> None:
         case = self.case

@@ -609,11 +609,21 @@ def test_a_copy_of_the_model_has_weights_of_its_own():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dropped", [OVERFLOWS, 0.25])
-def test_model_zero_grad_drops_a_step(level, dropped):
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_model_zero_grad_drops_a_step(level, dropped, set_to_none):
     model, optimizer = single(level=level, loss_scale=2.0**16)
     backward(model, optimizer, dropped)
-    model.zero_grad()
+    model.zero_grad(set_to_none=set_to_none)
     backward(model, optimizer, 0.5)
+    optimizer.step()
+    assert weight(model) == 2.0 - 0.0625
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_gradient_of_zeros_drops_no_step(level):
+    model, optimizer = single(level=level, loss_scale=2.0**16)
+    for grad in (0.5, 0.0, 0.0):
+        backward(model, optimizer, grad)
     optimizer.step()
     assert weight(model) == 2.0 - 0.0625
 

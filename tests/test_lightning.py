@@ -580,6 +580,21 @@ def test_fabric_trains_clips_and_resumes_as_the_plain_loop(tmp_path, fused):
     fabric_run(resumed).check_equals(whole)
 
 
+def test_fabric_goes_back_to_a_state_after_a_step():
+    """The update of the step before is due, and belongs to the run that is given up."""
+    plugin = GradLiftPrecision(GradScaler("cpu", init_scale=2.0**10, growth_interval=1))
+    fabric = fabric_with(plugin)
+    model = net()
+    model, optimizer = fabric.setup(model, optimizer_for(model, False))
+    saved = plugin.state_dict()
+    for _ in range(2):
+        plugin.load_state_dict(saved)
+        fabric.backward(model(patterns()[0]).square().mean())
+        assert plugin.scaler.get_scale() == 2.0**10
+        optimizer.step()
+    assert plugin.state_dict()["scale"] == 2.0**11
+
+
 def close_enough_to_plain(run, reference):
     """Fabric rounds the model's inputs to float16, which the plain loop does not."""
     assert (run.advanced, run.scale, run.skipped) == (

@@ -39,6 +39,8 @@ def test_every_choice_is_drawn():
         assert {getattr(case, name) for case in cases} == set(
             getattr(soak_cases, f"{name.upper()}S")
         )
+    assert {case.states for case in cases} == {None, *soak_cases.STATES}
+    assert {case.hooked for case in cases} == {False, True}
     changed = [case.worlds() for case in cases if len(set(case.worlds())) > 1]
     assert {len(worlds) for worlds in changed} == {2, 3}
 
@@ -124,7 +126,7 @@ def test_progress_is_kept_and_taken_up(tmp_path, monkeypatch):
 
 
 def test_a_state_is_damaged_in_one_place():
-    from soak_rank import canonical, damaged, difference
+    from soak_damage import canonical, damaged, difference
 
     inner = json.dumps({"plan": [1, 2, {"low": 3}], "step": 4})
     own = {"version": 1, "counts": [1, 2], "mended": "{}"}
@@ -245,11 +247,45 @@ ON_THREE = Case(
             "the compiler is left at force_eager",
         ),
         (
-            "load = soak_training.GradScaler.load_state_dict\n"
-            "soak_training.GradScaler.load_state_dict = lambda self, state:"
-            " load(self, {**state, 'scale': 2.0})",
+            "load = soak_training.Loop.load\n"
+            "soak_training.Loop.load = lambda self, path: [load(self, path),"
+            " self.scaler.load_state_dict({**self.scaler.state_dict(), 'scale': 2.0})]",
             Case(1, faults=(Fault(6, "rollback", 0, 0),)),
             "a resumed run differs",
+        ),
+        (
+            # Two passes, which run no hooks.
+            "import gradlift.torch.two_pass.two_pass as two_pass\n"
+            "two_pass.users_code = two_pass.step_hooks = lambda optimizer: None\n"
+            "import gradlift.torch.step.ways as ways\n"
+            "ways.users_code = ways.step_hooks = lambda optimizer: None",
+            Case(1, max_norm=0.5, hooks=True),
+            "hooks ran (0, 0) times and not 1",
+        ),
+        (
+            # torch's fused optimizer, which shows its hooks scaled gradients.
+            "import gradlift.torch.step.ways as ways\nways._shows_gradients = lambda call: False\n"
+            "ways.can_take_two_passes = lambda check, optimizer: False",
+            Case(1, optimizer="fused", max_norm=0.5, hooks=True),
+            "a hook saw a gradient",
+        ),
+        (
+            "import gradlift.torch.step.ways as ways\nplain = ways.plain\n"
+            "ways.plain = lambda call: [plain(call), call.check.outcome.known_skip and"
+            " [h(call.optimizer) for h in call.optimizer._optimizer_step_pre_hooks.values()]]",
+            Case(1, optimizer="adamw", hooks=True, faults=(Fault(2, "inf", 0, 0),)),
+            "hooks ran (1, 0) times and not 0",
+        ),
+        (
+            "import gradlift.schema as schema\nschema.number = lambda *bounds: float",
+            Case(1, states="keras"),
+            "a damaged scale was taken",
+        ),
+        (
+            "import gradlift.schema as schema\n"
+            "schema.read = lambda check, saved, *words: check(dict(saved))",
+            Case(1, states="jax", steps=30),
+            "Mismatch",
         ),
     ],
     ids=[
@@ -262,6 +298,11 @@ ON_THREE = Case(
         "resume",
         "two searches",
         "rollback",
+        "no hooks",
+        "hooks see the scale",
+        "hooks of a skipped step",
+        "keras states",
+        "jax states",
     ],
 )
 def test_what_is_broken_is_seen(how, case, said):

@@ -35,7 +35,7 @@ class Chaos:
 
     needs_more_probes = False
 
-    def observe(self, record, now, result=None, overflowed=()):
+    def observe(self, record, now, result=None, *_):
         draw = self.numbers
         self.policy.schedule.next_probe = now + draw.randint(1, 4)
         if result is not None:

@@ -9,6 +9,7 @@ from scaler_parts import controller_of, engine_of
 from torch import nn
 
 from gradlift.torch import AdaptiveGradScaler
+from gradlift.torch.adaptive.controller import DELAY
 from gradlift.torch.step.largest import SHORT, magnitude_on_host
 
 
@@ -146,11 +147,13 @@ def test_each_counts_as_its_component_stores_it_on_a_gpu(way):
 def check_weights(run):
     """What a step tells, with offsets as a plan would have set them."""
     run.settled()
+    for _ in range(DELAY + 1):
+        run.step()  # no probe is on its way
     controller = controller_of(run.scaler)
     controller.policy.schedule.next_probe = 10**6
     told = []
     for offsets in ({}, {"linear.weight": 40}):
-        controller.largest.offsets = offsets
+        controller.largest.weights = offsets
         run.step()
         told.append(controller.pending[-1].record().largest)
     before, raised = told

@@ -201,6 +201,15 @@ def test_a_mended_model_can_be_copied_and_the_copy_is_its_own():
     assert not torch.equal(forward(twin, X), out)
 
 
+def test_another_guard_of_a_mended_model_takes_over():
+    model = network()
+    ForwardGuard(model).mend("2", "too large")
+    guard = ForwardGuard(model)
+    assert guard.mended == {"2": "too large"}
+    guard.load_state_dict({"4": "too large"})
+    assert [name for name, m in model.named_modules() if "forward" in m.__dict__] == ["4"]
+
+
 def test_a_mended_model_can_be_pickled():
     model = network()
     ForwardGuard(model).mend("2")

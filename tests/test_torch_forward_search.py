@@ -318,6 +318,17 @@ def test_what_was_noted_of_a_watched_step_goes_with_it():
     assert not any(type(thing) is StepWatch for thing in gc.get_objects())
 
 
+def test_a_look_ends_with_its_scaler():
+    """Hooks that stay would wait for other ranks, which do not look."""
+    model = network()
+    run = Run(model, made(GradScaler, model, forward="mend"))
+    run.step(X * math.nan)
+    assert any(m._forward_hooks for m in model.modules())
+    del run
+    gc.collect()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 def test_a_healthy_run_is_watched_never_and_ends_at_the_same_bits():
     model, plain = network(), network()
     run = Run(model, GradScaler("cpu", model=model, forward="mend"))

@@ -115,7 +115,7 @@ def test_an_unchanged_list_is_not_sent_again() -> None:
 
 def counted(grads: list[Tensor | None], found: float) -> list[list[int]]:
     table = grad_table(grads)
-    counts = torch.full((len(grads), 2), 123, dtype=torch.int32, device=DEVICE)
+    counts = torch.full((len(grads), 2), 123, dtype=torch.int64, device=DEVICE)
     flag = torch.tensor(found, device=DEVICE)
     check_pass.count_nonfinite(table, flag, counts)
     return counts.tolist()
@@ -152,7 +152,7 @@ def test_a_gradient_that_goes_missing_counts_as_empty(backend: Any) -> None:
     found = backend.measure(table, one, found_inf)
     assert found.amax[:2].tolist() == [3.0, 0.0]
     assert found.sumsq[:2].tolist() == pytest.approx([45000.0, 0.0], rel=1e-6)
-    counts = torch.full((3, 2), 9, dtype=torch.int32, device=DEVICE)
+    counts = torch.full((3, 2), 9, dtype=torch.int64, device=DEVICE)
     check_pass.count_nonfinite(table, found_inf, counts)
     assert counts.tolist() == [[0, 0], [0, 0], [0, 1]]
 

@@ -47,11 +47,13 @@ def test_gradients_are_exact_and_the_plan_is_one(ranks, rule, kind):
 @pytest.mark.parametrize("rule", odd_ranks.RULES)
 def test_one_rank_ran_neutral_while_the_other_had_many_exponents(ranks, rule):
     """Otherwise exact gradients would show nothing."""
-    for kind, first in (("twice", odd_ranks.CHANGED), ("compiled", 1)):
+    for kind in ("twice", "compiled"):
         plain, odd = (rank[rule, kind] for rank in ranks)
-        assert odd["neutral"][first] is not None
-        assert (odd["active"][first], plain["neutral"][first]) == (0, None)
-        assert plain["active"][first] >= 3
+        assert any(
+            odd["neutral"][step] and not odd["active"][step] and plain["active"][step] >= 3
+            for step in range(odd_ranks.STEPS)
+            if plain["neutral"][step] is None
+        )
         assert odd["active"][-1] >= 3, "planned in the end"
 
 

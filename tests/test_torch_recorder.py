@@ -584,6 +584,43 @@ def test_a_descriptor_that_is_gone_ends_the_recording_and_not_the_training(
         os.close(descriptor)  # nor is that closed
 
 
+@pytest.mark.parametrize("name", ["run.jsonl", "run.csv"])
+def test_a_second_scaler_takes_a_file_over_and_the_first_is_told(tmp_path: Path, name: str):
+    path, model = tmp_path / name, make_model()
+    first, second = (GradScaler("cpu", init_scale=scale) for scale in (4.0, 8.0))
+    first.record_to(path)
+    train(first, model, [1.0] * 2)
+    second.record_to(path)
+    train(second, model, [1.0])
+    with pytest.warns(RuntimeWarning, match=f"stopped recording to .*{name}: .*its own file"):
+        train(first, model, [1.0])
+    for scaler in (second, first, second):
+        train(scaler, model, [1.0])
+    del scaler
+    del first, second
+    rows = [line for line in path.read_text().splitlines() if "4.0" in line or "8.0" in line]
+    assert ["8.0" in row for row in rows] == [False] * 2 + [True] * 3
+    if name == "run.jsonl":
+        run = record_file.read(path)
+        assert ([r.scale for r in run.records], run.ended) == ([8.0] * 3, True)
+        assert [r.scale for r in run.earlier[0].records] == [4.0] * 2
+
+
+def test_a_scaler_that_is_gone_leaves_its_file_to_the_next_without_a_word(tmp_path: Path):
+    path, model = tmp_path / "run.jsonl", make_model()
+    for scale in (4.0, 8.0):
+        kept = GradScaler("cpu", init_scale=scale)
+        kept.record_to(path)
+        train(kept, model, [1.0])
+    other = GradScaler("cpu", init_scale=16.0)
+    other.record_to(path)  # and the last one takes no step any more
+    train(other, model, [1.0])
+    del kept, other
+    run = record_file.read(path)
+    assert run.ended
+    assert [r.scale for part in (*run.earlier, run) for r in part.records] == [4.0, 8.0, 16.0]
+
+
 def descriptors_of(path: Path) -> list[int]:
     found = []
     for name in os.listdir("/proc/self/fd"):

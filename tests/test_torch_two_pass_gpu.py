@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from gradlift.torch import GradScaler
 from gradlift.torch.two_pass.master_weights import MasterWeights
 from gradlift.torch.two_pass.tables import grad_table
 from gradlift.torch.two_pass.two_pass import TwoPassStep
@@ -112,7 +113,7 @@ def test_one_bad_element_in_a_billion_is_found(dtype: torch.dtype) -> None:
     grads.append(big)
     scale = torch.ones((), device="cuda")
     table = grad_table(grads)
-    counts = torch.zeros((2, 2), dtype=torch.int32, device="cuda")
+    counts = torch.zeros((2, 2), dtype=torch.int64, device="cuda")
     found_inf = torch.zeros((), device="cuda")
     found = check_pass.measure(table, scale, found_inf)
     assert float(found_inf) == 0.0
@@ -126,6 +127,17 @@ def test_one_bad_element_in_a_billion_is_found(dtype: torch.dtype) -> None:
             check_pass.count_nonfinite(table, found_inf, counts)
             assert counts.tolist() == [[0, 0], expected]
         big[place] = 0.5
+
+
+def test_more_bad_elements_than_an_int32_holds_are_counted() -> None:
+    param = nn.Parameter(torch.zeros(2**31 + 8, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0), GradScaler("cuda", init_scale=1.0)
+    scaler.scale(torch.zeros((), device="cuda"))
+    param.grad = torch.full_like(param, math.nan)
+    scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    ((_, infs, nans),) = scaler.overflow_report()
+    assert (infs, nans) == (0, 2**31 + 8)
 
 
 def test_a_gradient_whose_squares_overflow_is_no_overflow() -> None:

@@ -56,6 +56,8 @@ class Stash:
         self._abandoned = False
         self._aside: dict[int, Tensor] = {}
         self._checks: list[tuple[Any, Tensor]] = []
+        self._left: dict[int, tuple[int, int]] = {}
+        """The gradients that the last backward left in the model, as ``_version`` has them."""
         for group in optimizer.param_groups:
             self.adopt(optimizer, group)
 
@@ -83,7 +85,7 @@ class Stash:
         if self._fresh and self.weights is not None:
             self.weights.refresh(self.all_fp16_params)
         self._fresh = False
-        if self._is_cleared(optimizer) and not self._abandoned:
+        if not self._abandoned and self._is_cleared(optimizer):
             self.forget_grads()
         self._abandoned = False
         if self.scaled_by is not None:
@@ -96,11 +98,22 @@ class Stash:
             param.grad = None
 
     def _is_cleared(self, optimizer: Optimizer) -> bool:
-        """Whether there are no gradients in the model: its ``zero_grad`` drops a step in this way,
-        and reaches neither masters nor checks."""
+        """Whether there are no gradients in the model, or zeros since the last backward: its
+        ``zero_grad`` drops a step in this way, and reaches neither masters nor checks."""
+        found = [p for p in self._of_model(optimizer) if p.grad is not None]
+        # Only zeros that were written since wait for the device.
+        changed = all(self._left.get(id(p), _version(p)) != _version(p) for p in found)
+        return changed and not any(bool(p.grad.any()) for p in found)  # type: ignore[union-attr]
+
+    def _of_model(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """The parameters of the model, and no masters."""
         masters = set(map(id, self.all_fp32_from_fp16_params))
-        others = (p for p in master_params(optimizer) if id(p) not in masters)
-        return all(p.grad is None for p in (*self.all_fp16_params, *others))
+        yield from self.all_fp16_params
+        yield from (p for p in master_params(optimizer) if id(p) not in masters)
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        """Remember the gradients that a backward leaves in the model."""
+        self._left = {id(p): _version(p) for p in self._of_model(optimizer) if p.grad is not None}
 
     def collect(self) -> None:
         for param, master in self.pairs():
@@ -117,6 +130,7 @@ class Stash:
         self._aside.clear()
         self.scaled_by = None
         self._checks.append((scaler, found_inf))
+        self._leave(optimizer)
 
     def abandon(self, optimizer: Optimizer) -> None:
         """Backward failed: what it left is scaled and incomplete, so drop it."""
@@ -150,6 +164,12 @@ class Stash:
         """What ``model.zero_grad()`` does not reach."""
         for master in self.all_fp32_from_fp16_params:
             master.grad = None
+
+
+def _version(param: Tensor) -> tuple[int, int]:
+    """Return what changes when the gradient of ``param`` is replaced or written to."""
+    assert param.grad is not None
+    return id(param.grad), param.grad._version
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

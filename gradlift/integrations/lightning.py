@@ -265,6 +265,7 @@ class _Scaling:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scaler.load_state_dict(state_dict)
+        self._joint.forget()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Lightning saves under the plugin's class name; the stock plugin finds its own too."""

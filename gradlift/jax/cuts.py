@@ -54,7 +54,7 @@ from gradlift.jax.state import (
     value_and_grad,
 )
 from gradlift.plan.adaptive_policy import BACKOFF
-from gradlift.plan.evidence import Evidence
+from gradlift.plan.evidence import TOLERANCE, Evidence
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import BINS, Histogram
 from gradlift.plan.observations import ProbedTensor, ProbeResult
@@ -237,7 +237,7 @@ class Traced:
         offsets: Any,
         last: Plan | None = None,
         *,
-        tolerance: float = 1e-3,
+        tolerance: float = TOLERANCE,
         headroom: int = Predictive.headroom,
     ) -> Plan:
         """Return the plan of one probe; waits for the device.

@@ -42,6 +42,7 @@ from gradlift.jax.cuts import Layerwise, Traced, exponent_of
 from gradlift.jax.parameters import Parameters
 from gradlift.jax.state import LEAVES, PREDICTED, ValueAndGrad, init, leaf_names, shifted
 from gradlift.plan.adaptive_policy import AdaptivePolicy
+from gradlift.plan.evidence import TOLERANCE
 from gradlift.plan.histogram import BINS, is_wide
 from gradlift.plan.observations import ADVICE
 from gradlift.plan.plan import Plan
@@ -91,7 +92,7 @@ class Adaptive:
         axis_name: AxisName = None,
         *,
         format: str | None = None,
-        tolerance: float = 1e-3,
+        tolerance: float = TOLERANCE,
         headroom: int = Predictive.headroom,
         interval: int | None = None,
         init_scale: float = 2.0**8,

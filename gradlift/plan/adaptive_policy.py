@@ -188,7 +188,8 @@ class AdaptivePolicy:
         return shift
 
     def _new_excess(self, record: Record, largest: int) -> int:
-        assert self.plan is not None and self._graph is not None
+        assert self.plan is not None
+        assert self._graph is not None
         found = self.excess
         if self._evidence.has_parameters:
             below = [
@@ -209,15 +210,13 @@ class AdaptivePolicy:
         overflowed: Sequence[str],
         exponent: int,
     ) -> int:
-        shift = 0
+        largest = -exponent
         if result is not None:
             self._take_graph(result)
             first = overflowed_first(result)
             # A finite gradient in float32 shows how large it is where it becomes float16.
             peaks = [t.histogram.peak for t in result.tensors if set(t.components) & set(first)]
-            largest = max((peak for peak in peaks if peak is not None), default=None)
-            if largest is not None and self._predicts:
-                shift = min(LARGEST_EXPONENT - self.headroom - largest - exponent, 0)
+            largest = max([largest, *(peak for peak in peaks if peak is not None)])
         else:
             first = self._nearest_to_loss(overflowed)
         self.schedule.probe_at_once(now)
@@ -230,11 +229,14 @@ class AdaptivePolicy:
             behind = self._graph.behind(ran_at)
             self._evidence.add_overflow(self._graph, {i: self._ran_at(record, i) for i in behind})
         else:
-            at = {i: record.exponent + offset for i, offset in ran_at.items()}
-            self._evidence.add_true_overflow(self._graph, at)
-        if self.plan is not None and (ran_at or self.plan.active):
+            at = min([LARGEST_EXPONENT + 1 - largest, record.exponent + max(ran_at.values())])
+            behind = dict.fromkeys(self._graph.behind(ran_at), at)
+            self._evidence.add_true_overflow(self._graph, behind)
+        if self.rule is not None or (self.plan is not None and (ran_at or self.plan.active)):
             self._replan(exponent)
-        return 0 if ran_at else shift
+        if ran_at or not self._predicts:
+            return 0
+        return min(LARGEST_EXPONENT - self.headroom - largest - exponent, 0)
 
     def _ran_at(self, record: Record, component: int) -> int:
         """Return the offset that a component had in the step of a record."""

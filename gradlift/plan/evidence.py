@@ -29,6 +29,8 @@ from gradlift.plan.observations import EXPONENT, INDEX, ProbedTensor, ProbeResul
 from gradlift.policy import LARGEST_EXPONENT
 from gradlift.schema import dict_of, list_of, optional, record, text, whole
 
+TOLERANCE = 2.0**-8
+"""Relative error that storing a gradient may cause by default: what bfloat16 rounds by at most."""
 FORGET = 2
 """Bits by which an earlier probe counts less with each probe: batches differ."""
 MIN_PROBES = 4
@@ -142,16 +144,20 @@ class Evidence:
         components are safe at the loss scale only.
         """
         self._unsafe |= {key_of(graph, component) for component in offsets}
-        for component, offset in offsets.items():
-            name, most = key_of(graph, component), offset - self.headroom - 1
-            self._below[name] = min(self._below.get(name, most), most)
+        self._limit(graph, {i: offset - self.headroom - 1 for i, offset in offsets.items()})
+
+    def _limit(self, graph: Graph, most: Mapping[int, int]) -> None:
+        for component, below in most.items():
+            name = key_of(graph, component)
+            self._below[name] = min(self._below.get(name, below), below)
             self._probes.setdefault(name, 1)
 
     def add_true_overflow(self, graph: Graph, exponents: Mapping[int, int]) -> None:
-        """Take in an overflow that components at these exponents have shown first."""
+        """Take in an overflow that components at these exponents have shown first, for a rule that
+        knows no offsets."""
         self.largest = 0 if self.largest is None else self.largest
-        least = LARGEST_EXPONENT + 1 - self.largest + self.headroom + 1
-        self.add_overflow(graph, {i: exponent - least for i, exponent in exponents.items()})
+        least = LARGEST_EXPONENT + 1 - self.largest
+        self._limit(graph, {i: exponent - least for i, exponent in exponents.items()})
 
     @property
     def suffices(self) -> bool:

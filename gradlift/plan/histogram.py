@@ -121,17 +121,16 @@ class Histogram:
         return math.sqrt(self._square_sum)
 
     def lowest_exponent(self, tolerance: float, format: str | Format) -> int | None:
-        """Return the lowest exponent with an ``error`` of at most ``tolerance`` that stores the
-        largest element as a normal number.
+        """Return the lowest exponent with an ``error`` of at most ``tolerance``.
 
         None if no exponent is needed: there is no element, or the format has float32's range.
         """
         if not self.counts or is_wide(format):
             return None
         format = get(format)
-        # No element is normal at the first. All are at the second, and with that hidden ones cause
-        # no error in float32.
-        low = format.min_exponent - self.counts[-1][0] - 1
+        # All elements are flushed at the first. All are normal at the second, and with that hidden
+        # ones cause no error in float32.
+        low = format.min_subnormal - self.counts[-1][0] - 3
         high = format.min_exponent - self.counts[0][0] + 24
         while high - low > 1:
             middle = (low + high) // 2

@@ -23,7 +23,7 @@ from gradlift.formats import Format
 from gradlift.plan.evidence import Evidence
 from gradlift.plan.fewest_cuts import MAX_EXPONENT, MIN_EXPONENT, Interval
 from gradlift.plan.graph import Component, Graph
-from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent
+from gradlift.plan.plan import Plan
 from gradlift.policy import LARGEST_EXPONENT
 from gradlift.zhao2019 import (
     PASS,
@@ -89,25 +89,14 @@ def paper_plan(
         )
     else:
         found = lower(graph, last, ceilings)
-    exponents = found.exponents
-    planned = tuple(
-        PlannedComponent(component.modules, exponents[i], Interval(MIN_EXPONENT, ceilings[i]))
-        for i, component in enumerate(graph.components)
+    later = "an overflow came after the statistics that it rests on"
+    return Plan.of(
+        graph,
+        found.exponents,
+        format,
+        lambda cut: found.reasons.get((cut.name, cut.downstream, cut.upstream), later),
+        intervals=[Interval(MIN_EXPONENT, ceiling) for ceiling in ceilings],
     )
-    cuts = tuple(
-        ActiveCut(
-            cut.name,
-            cut.downstream,
-            cut.upstream,
-            exponents[cut.upstream] - exponents[cut.downstream],
-            found.reasons.get(
-                (cut.name, cut.downstream, cut.upstream),
-                "an overflow came after the statistics that it rests on",
-            ),
-        )
-        for cut in graph.active(exponents)
-    )
-    return Plan(format.name, graph.loss, planned, cuts)
 
 
 def paper_exponents(

@@ -6,6 +6,7 @@ entry of a saved plan: a damaged one would give wrong gradients, not an error.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from gradlift import schema
 from gradlift.formats import FORMATS, Format, get
 from gradlift.plan.fewest_cuts import MAX_EXPONENT, MIN_EXPONENT, Interval
-from gradlift.plan.graph import Component, Graph
+from gradlift.plan.graph import Component, Cut, Graph
 from gradlift.plan.histogram import is_wide
 from gradlift.plan.observations import INDEX, NAMES
 from gradlift.printable import printable
@@ -67,12 +68,32 @@ class Plan:
     """Why another probe is needed; empty when it is not."""
 
     @classmethod
-    def uniform(cls, graph: Graph, exponent: int, format: str | Format) -> Plan:
-        """Return the plan with every component at ``exponent``, or pinned relative to it."""
-        exponents = [exponent + graph.pinned.get(i, 0) for i in range(len(graph.components))]
+    def of(
+        cls,
+        graph: Graph,
+        exponents: Sequence[int],
+        format: str | Format,
+        why: Callable[[Cut], str],
+        *,
+        intervals: Sequence[Interval] = (),
+        errors: Mapping[int, float] = {},
+        reasons: tuple[str, ...] = (),
+    ) -> Plan:
+        """Return the plan with the component ``i`` of ``graph`` at ``exponents[i]``.
+
+        Args:
+            graph: components and cuts.
+            exponents: of the components.
+            format: the format that gradients are stored in.
+            why: gives the reason of an active cut.
+            intervals: of the components; without them any exponent will do.
+            errors: of the components, by their index.
+            reasons: why another probe is needed.
+        """
+        intervals = intervals or [ANY] * len(exponents)
         planned = tuple(
-            PlannedComponent(component.modules, at, ANY)
-            for component, at in zip(graph.components, exponents, strict=True)
+            PlannedComponent(component.modules, exponents[i], intervals[i], errors.get(i, 0.0))
+            for i, component in enumerate(graph.components)
         )
         cuts = tuple(
             ActiveCut(
@@ -80,11 +101,17 @@ class Plan:
                 cut.downstream,
                 cut.upstream,
                 exponents[cut.upstream] - exponents[cut.downstream],
-                "one of its sides is pinned",
+                why(cut),
             )
             for cut in graph.active(exponents)
         )
-        return cls(get(format).name, graph.loss, planned, cuts)
+        return cls(get(format).name, graph.loss, planned, cuts, reasons)
+
+    @classmethod
+    def uniform(cls, graph: Graph, exponent: int, format: str | Format) -> Plan:
+        """Return the plan with every component at ``exponent``, or pinned relative to it."""
+        exponents = [exponent + graph.pinned.get(i, 0) for i in range(len(graph.components))]
+        return cls.of(graph, exponents, format, lambda cut: "one of its sides is pinned")
 
     @property
     def exponents(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from gradlift.plan.fewest_cuts import Interval, fewest_cuts
 from gradlift.plan.graph import Cut, Graph
 from gradlift.plan.histogram import is_wide
 from gradlift.plan.observations import ProbedTensor
-from gradlift.plan.plan import ActiveCut, Plan, PlannedComponent
+from gradlift.plan.plan import Plan
 from gradlift.policy import LARGEST_EXPONENT
 
 SLACK = 2
@@ -67,29 +67,19 @@ def choose(
     lows = _lowest(graph, evidence, tops, exponent)
     chosen = _chosen(graph, lows, tops, offsets, is_probed=bool(tensors))
     exponents = [exponent + offset for offset in chosen]
-    errors = _errors(tensors, exponents)
-    planned = tuple(
-        PlannedComponent(
-            component.modules,
-            exponents[i],
-            Interval(exponent + needs[i], _safe(graph, evidence, i, exponent + tops[i])),
-            errors.get(i, 0.0),
-        )
-        for i, component in enumerate(graph.components)
-    )
-    cuts = tuple(
-        ActiveCut(
-            cut.name,
-            cut.downstream,
-            cut.upstream,
-            chosen[cut.upstream] - chosen[cut.downstream],
-            _why(graph, cut, evidence, exponents),
-        )
-        for cut in graph.active(chosen)
-    )
     reasons = _reasons(graph, evidence, offsets, chosen, needs) if tensors else ()
-    reasons += _hidden(graph, tensors, exponents)
-    return Plan(_narrowest(graph, get(format)), graph.loss, planned, cuts, reasons)
+    return Plan.of(
+        graph,
+        exponents,
+        _narrowest(graph, get(format)),
+        lambda cut: _why(graph, cut, evidence, exponents),
+        intervals=[
+            Interval(exponent + needs[i], _safe(graph, evidence, i, exponent + tops[i]))
+            for i in range(count)
+        ],
+        errors=_errors(tensors, exponents),
+        reasons=reasons + _hidden(graph, tensors, exponents),
+    )
 
 
 def _safe(graph: Graph, evidence: Evidence, component: int, most: int) -> int:
@@ -192,7 +182,7 @@ def _with_fewest_cuts(graph: Graph, lows: Sequence[int], tops: Sequence[int]) ->
     if set(graph.pinned.values()) == {0} and max(lows) <= 0:
         return [0] * len(lows)
     intervals = [Interval(low, top) for low, top in zip(lows, tops, strict=True)]
-    return fewest_cuts(graph, intervals, loss=0)
+    return fewest_cuts(graph, intervals)
 
 
 def _needs(count: int, evidence: Evidence, loss: int) -> list[int]:

@@ -20,18 +20,23 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from gradlift.report.records import Problem, Run, StepRecord, decode, encode, line_of
 from gradlift.troubleshooting import warn
 
 _BLOCK = 1 << 16
+_OWNERS: WeakValueDictionary[tuple[int, int], LineFile] = WeakValueDictionary()
+"""By device and inode, who opened a file last in this process."""
 
 
 class LineFile:
     """A file that lines are appended to.
 
     Whatever fails once it is open, such as a full disk or a descriptor that somebody closed, ends
-    the writing with one warning. A file that was removed is begun again, with a warning.
+    the writing with one warning; so does another object that opens the file in this process, since
+    lines of two runs in turn cannot be told apart. A file that was removed is begun again, with a
+    warning.
 
     Args:
         path: the file; its folder must exist.
@@ -52,6 +57,7 @@ class LineFile:
             self.first, self.cut_off = _ends(self.path)
             """The first line, and what a write that was cut off left behind the last line."""
             self._open()
+            _OWNERS[self._identity] = self
         except OSError as error:
             raise ValueError(f"cannot record to {self.path}: {error.strerror}") from None
 
@@ -59,6 +65,15 @@ class LineFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._descriptor = os.open(self.path, flags, 0o666)
         self._opened = os.fstat(self._descriptor)
+
+    @property
+    def _identity(self) -> tuple[int, int]:
+        return self._opened.st_dev, self._opened.st_ino
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another object of this process has opened the file since."""
+        return _OWNERS.get(self._identity) is not self
 
     def append(self, lines: bytes, head: bytes = b"") -> None:
         """Append lines in one write.
@@ -71,6 +86,8 @@ class LineFile:
             return
         try:
             is_new = self._reopen_if_removed(self._descriptor)
+            if self.is_shared:
+                raise OSError("a later record_to() writes it now; give each scaler its own file")
             rest = memoryview(head + lines if is_new else lines)
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -97,6 +114,7 @@ class LineFile:
             return False
         self.close()
         self._open()
+        _OWNERS.setdefault(self._identity, self)
         return True
 
     def drop_cut_off(self) -> None:
@@ -165,7 +183,8 @@ class JsonlWriter:
 
     def close(self) -> None:
         """Say that the run ended and close the file."""
-        self._file.append(line_of({"end": True}))
+        if not self._file.is_shared:
+            self._file.append(line_of({"end": True}))
         self._file.close()
 
     def _head(self, step: int, resumed: bool) -> bytes:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from gradlift.formats import Format, get
 from gradlift.plan.adaptive_policy import BACKOFF, AdaptivePolicy
+from gradlift.plan.evidence import TOLERANCE
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
 from gradlift.policy import Dynamic, Policy, Predictive, Static
@@ -118,7 +119,7 @@ class AdaptiveGradScaler(GradScaler):
         device: str | None = None,
         *,
         format: str | torch.dtype = "float16",
-        tolerance: float = 1e-3,
+        tolerance: float = TOLERANCE,
         headroom: int = Predictive.headroom,
         interval: int | None = None,
         init_scale: float = 2.0**8,

@@ -283,7 +283,7 @@ class Controller:
     def replay_key(self) -> Any:
         """What a captured step depends on."""
         engine = self.engine
-        return engine.probing, engine.offsets, engine.pins, self.policy.excess
+        return engine.probing, engine.offsets, engine.pins, self.policy.excess, self._scale.policy
 
     def close(self) -> None:
         """Stop watching the model."""

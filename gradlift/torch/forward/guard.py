@@ -78,7 +78,9 @@ class ForwardGuard:
         self._names = Names(model)
         self._modules = self._names.modules
         self.distance = float(distance)
-        self._mended: dict[str, str] = {}
+        # A guard of a scaler that this one replaces may have mended some.
+        found = {name: _reason(module) for name, module in self._modules.items()}
+        self._mended = {name: why for name, why in found.items() if why is not None}
 
     @property
     def mended(self) -> Mapping[str, str]:
@@ -97,7 +99,8 @@ class ForwardGuard:
         """Run the module ``name`` mended from now on."""
         name, module = self._find(name)
         if name not in self._mended:
-            module.forward = partial(_forward_of(module), module, type(module).forward)
+            module.forward = _Mended(_forward_of(module), module, type(module).forward)
+            module.forward.why = why
         self._mended.setdefault(name, why)
 
     def undo(self, name: str) -> None:
@@ -142,6 +145,18 @@ class ForwardGuard:
             yield
         finally:
             look.stop()
+
+
+class _Mended(partial):
+    """The forward of a mended module."""
+
+    why: str
+
+
+def _reason(module: nn.Module) -> str | None:
+    """Return why a guard runs ``module`` mended; None if none does."""
+    forward = module.__dict__.get("forward")
+    return forward.why if isinstance(forward, _Mended) else None
 
 
 class Look:
@@ -325,13 +340,26 @@ def _powers(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     weight = module.weight.detach().float()
     rows = weight.reshape(weight.shape[0], -1)
-    largest = _whole(torch.linalg.vector_norm(x.detach().float(), math.inf))
-    for_weight = _octaves_over(_whole(torch.linalg.vector_norm(rows, math.inf)))
+    largest = _magnitude(x.detach().float())
+    for_weight = _octaves_over(_magnitude(rows))
     for_input = _octaves_over(largest)
-    bound = largest * _whole(torch.linalg.vector_norm(rows, 1, dim=1).max())
+    bound = largest * _whole(torch.linalg.vector_norm(rows, 1, dim=1)).max()
     for_input = torch.maximum(for_input, _octaves_over(bound) - for_weight)
     powers = (-for_input, -for_weight, for_input + for_weight)
     return tuple(power_of_two(power, torch.float32) for power in powers)  # type: ignore[return-value]
+
+
+def _magnitude(tensor: Any) -> Tensor:
+    """Return the largest magnitude in a tensor, 0-d, and of a DTensor that of all shards; torch's
+    norm refuses one without a part on this rank."""
+    mesh = groups.mesh_of(tensor)
+    if mesh is None or any(placement.is_partial() for placement in tensor.placements):
+        return torch.linalg.vector_norm(_whole(tensor), math.inf)
+    from torch.distributed.tensor import DTensor, Partial
+
+    part = tensor.to_local()
+    own = torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
+    return DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim).full_tensor()
 
 
 def _whole(tensor: Any) -> Tensor:

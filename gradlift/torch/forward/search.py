@@ -117,10 +117,16 @@ class CauseSearch:
         # Ranks watch together, so what a guard found on one of them decides nothing.
         if new_bad_loss and self.guard is not None and self._is_guards_turn:
             self._is_guards_turn, self._has_looked = False, True
-            self.under_way = Look(self.guard)
+            self._begin_look(self.guard)
         else:
             self._is_answered = self._is_guards_turn = True
             self._begin_watch()
+
+    def _begin_look(self, guard: ForwardGuard) -> None:
+        """Look at the next forward pass, module by module."""
+        self.under_way = look = Look(guard)
+        # Hooks go with this object, however it goes.
+        self._unwatch = weakref.finalize(self, look.stop)
 
     def _begin_watch(self) -> None:
         """Watch the next step: from the model's next forward pass that is to be differentiated on,
@@ -142,6 +148,7 @@ class CauseSearch:
             self._end_look(self.under_way)
 
     def _end_look(self, look: Look) -> None:
+        self._unwatch.detach()
         self.under_way = None
         mended = look.stop()
         assert self.guard is not None
@@ -156,7 +163,7 @@ class CauseSearch:
             )
         elif self._more:
             self._more -= 1
-            self.under_way = Look(self.guard)
+            self._begin_look(self.guard)
 
     def end(self, parameters: Mapping[str, Tensor]) -> None:
         """Gradients are about to be looked at: what broke the step, if it was watched. Ranks then
@@ -203,11 +210,9 @@ class CauseSearch:
 
     def stop(self) -> None:
         """Look no more."""
-        under_way, self.under_way = self.under_way, None
-        if isinstance(under_way, StepWatch):
+        if self.under_way is not None:
+            self.under_way = None
             self._unwatch()  # the finalizer, which would keep its notes
-        elif under_way is not None:
-            under_way.stop()
 
     # At once.
 

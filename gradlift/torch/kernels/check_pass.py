@@ -40,8 +40,9 @@ def _count_chunk(base, offsets, left, row, counts, FULL: tl.constexpr):
     infs = tl.sum((tl.abs(value) == float("inf")).to(tl.int32))
     nans = tl.sum((value != value).to(tl.int32))
     if infs + nans > 0:
-        tl.atomic_add(counts + 2 * row, infs)
-        tl.atomic_add(counts + 2 * row + 1, nans)
+        # A gradient may have more elements than an int32 can count, a chunk never does.
+        tl.atomic_add(counts + 2 * row, infs.to(tl.int64))
+        tl.atomic_add(counts + 2 * row + 1, nans.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -72,7 +73,7 @@ def count_nonfinite(table: GradTable, found_inf: Tensor, counts: Tensor) -> None
     Args:
         table: The gradients.
         found_inf: 0-d float32 on the gradients' device; 0 means nothing to count.
-        counts: int32 ``[n, 2]`` on the gradients' device: inf and NaN per gradient. Overwritten.
+        counts: int64 ``[n, 2]`` on the gradients' device: inf and NaN per gradient. Overwritten.
     """
     counts.mul_(found_inf == 0)
     chunked = table.chunks(COUNT_CHUNK)

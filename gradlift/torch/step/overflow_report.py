@@ -240,7 +240,7 @@ class OverflowReport:
 
         counted = self._counted.get(optimizer)
         if counted is None or len(counted[0]) != len(table):
-            counts = torch.zeros(len(table), 2, dtype=torch.int32, device=table.device)
+            counts = torch.zeros(len(table), 2, dtype=torch.int64, device=table.device)
             counted = self._counted[optimizer] = counts, torch.zeros_like(updates)
         check_pass.count_nonfinite(table, found_inf, counted[0])
         counted[1].copy_(torch.where(found_inf > 0, updates + 1, counted[1]))
