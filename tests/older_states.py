@@ -28,7 +28,7 @@ def network(name):
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4))
     with torch.no_grad():
-        for layer in model[1:]:
+        for layer in list(model)[1:]:
             layer.weight.mul_(2.0**-6)
     return model
 

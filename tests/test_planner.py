@@ -58,6 +58,7 @@ class Network:
     def plan(self, offsets=None, evidence=None, *, probed=True, lower=0):
         """The plan with the loss at the highest exponent that is safe, or ``lower`` than that."""
         evidence = evidence or self.evidence
+        assert evidence.largest is not None
         return choose(
             self.graph,
             evidence,
