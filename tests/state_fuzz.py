@@ -451,7 +451,6 @@ def valid_policy(policy: Any, rule: str) -> bool:
         component_of_parameter=lambda v: is_map(v, is_whole),
         excess=lambda v: is_whole(v, -100, 100),
         probed_largest=maybe(is_exponent),
-        most_cuts=is_whole,
         shifts=lambda v: is_list(
             v, lambda s: is_list(s, is_whole_or_negative, 2) and len(s) == 2 and s[0] >= 0
         ),
@@ -460,7 +459,6 @@ def valid_policy(policy: Any, rule: str) -> bool:
             v,
             offsets=lambda v: is_map(v, is_offset),
             past=valid_past,
-            unmet=lambda v: is_map(v, is_whole),
         ),
         schedule=lambda v: is_dict(
             v,
@@ -486,7 +484,7 @@ def valid_evidence(evidence: Any) -> bool:
         evidence,
         largest=maybe(is_exponent),
         below=lambda v: is_map(v, lambda bits: is_whole(bits, -600, 600)),
-        probes=lambda v: is_map(v, lambda count: is_whole(count, 1)),
+        probes=is_whole,
         parameters=lambda v: is_map(v, lambda bits: is_whole(bits, -600, 600)),
         unsafe=lambda v: is_list(v, is_text),
         needs=lambda v: is_list(

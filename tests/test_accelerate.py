@@ -288,6 +288,18 @@ def test_the_adaptive_scaler_finds_the_model_and_resumes(tmp_path):
     fit(resume=tmp_path / "half", scaler=AdaptiveGradScaler).check_equals(whole)
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+def test_save_state_writes_the_scaler_in_the_main_process_only(tmp_path, monkeypatch, is_main):
+    accelerator = fp16()
+    prepared = prepare_scaler(accelerator)
+    model, optimizer = accelerator.prepare(model := net(), optimizer_for(model))
+    two_steps(accelerator, optimizer, model)
+    monkeypatch.setattr(Accelerator, "is_main_process", property(lambda self: is_main))
+    accelerator.save_state(tmp_path)
+    assert (tmp_path / "scaler.pt").exists() == is_main
+    assert accelerator.scaler is prepared.scaler
+
+
 def test_loads_a_state_of_the_stock_scaler(tmp_path):
     accelerator = with_stock_scaler(fp16())
     model, optimizer = accelerator.prepare(model := net(), optimizer_for(model))

@@ -173,6 +173,7 @@ def test_every_leaf_of_a_donated_state_is_used_again():
     # One that is not has another address in every step, which XLA's graphs on a GPU pay for.
     scaler, state = shared()
     state, _ = run(scaler, state, 12, steady)
+    state = state.replace(bins=None)  # a probe does not read it
     step = jax.jit(lambda state, p: scaler(state, p, X, 1.0)[0], donate_argnums=0)
     text = step.lower(state, PARAMS).compile().as_text()
     aliases = text[: text.index("entry_computation_layout")].count("may-alias")
@@ -223,7 +224,8 @@ def test_an_overflow_of_a_raised_component_lowers_it_until_a_probe_has_measured_
     before = offset_of(scaler.plan, "layer[0]")
     assert before > 5
     skipped = int(state.loss_scale.skipped_steps)
-    state, out = scaler(state, params, X, jnp.float16(2.0**14))
+    # Squared it is out of range. By itself it is not, or 'hit' would be NaN too.
+    state, out = scaler(state, params, X, jnp.float16(2.0**10))
     assert not out.finite
     names = np.array(scaler._model[1].names)[np.asarray(state.overflowed)]
     assert names.tolist() == ["['w'][0]"]
@@ -425,7 +427,7 @@ DAMAGED = {
     "few offsets": (put([0], "arrays", "offsets"), "one for each of 4 components"),
     "few parameters": (put([False], "arrays", "overflowed"), "one for each of 2 parameters"),
     "few records": (lambda saved: saved["arrays"]["records"].pop(), "64 to 64 entries"),
-    "a record of 5": (lambda saved: saved["arrays"]["records"][-1].pop(), "list of 6 entries"),
+    "a record of 4": (lambda saved: saved["arrays"]["records"][-1].pop(), "list of 5 entries"),
     "a gap": (put(5, "arrays", "records", -1, 0), "steps without a gap"),
     "steps before 0": (put(-3, "arrays", "records", -1, 0), r"\[63\]\[0\] must be"),
     "a record's scale": (put(200, "arrays", "records", -1, 1), r"\[63\]\[1\] must be"),
@@ -433,7 +435,8 @@ DAMAGED = {
     "an overflow of 2": (put(2, "arrays", "records", -1, 3), r"\[63\]\[3\] must be"),
     "an overflow that was none": (put(1, "arrays", "records", -1, 3), r"must be 0 with a largest"),
     "no overflow that was one": (put(128, "arrays", "records", -1, 2), r"must be 1 with a largest"),
-    "a fraction of a step": (put(0.5, "arrays", "records", -1, 5), r"\[63\]\[5\] must be"),
+    "a fraction of a flag": (put(0.5, "arrays", "records", -1, 4), r"\[63\]\[4\] must be"),
+    "a fraction of an excess": (put(0.5, "arrays", "excess"), "'excess'"),
     "more steps than records": (put(40, "steps"), r"\['steps'\] must be at most the 12"),
     "steps that were not counted": (put(None, "steps"), r"\['steps'\]"),
     "seen before it was taken": (put(30, "seen"), r"\['seen'\]"),
@@ -533,7 +536,7 @@ def test_steps_that_are_all_skipped_are_told_once(dtype, inside_jit):
                 state, _ = scaler(state, SMALL, X)
         return state
 
-    message = r"floor, 2\^-?\d+\. .* in \['a'\]\. .*jax_debug_nans"
+    message = r"floor, 2\^-24\. .* in \['a'\]\. .*jax_debug_nans"
     with pytest.warns(RuntimeWarning, match=message) as told:
         state = take(state)
     assert state.loss_scale.skipped_steps == 40

@@ -1,7 +1,6 @@
 """Evidence of the gradients: by component, and free of the size of the loss."""
 
 import json
-import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,20 +69,16 @@ def test_the_largest_gradient_is_that_of_any_kind_in_the_latest_probe(head, laye
 def test_a_larger_gradient_counts_at_once_and_is_forgotten_bit_by_bit(head, bits, headroom):
     evidence = probed(head, [head - less for less in bits], headroom=headroom)
     recent = min(less + FORGET * (len(bits) - 1 - i) for i, less in enumerate(bits))
-    highest = evidence.highest(GRAPH, 1)
-    assert highest is not None
-    assert 0 <= recent - highest <= headroom, "few probes keep up to twice the headroom"
-    assert evidence.highest(GRAPH, 0) == highest - recent, "the head is the largest"
+    assert evidence.highest(GRAPH, 1) == recent
+    assert evidence.highest(GRAPH, 0) == 0, "the head is the largest"
 
 
 @fixed
 @given(exponents, below, headrooms)
-def test_more_probes_of_the_same_gradients_make_it_surer_up_to_some(head, less, headroom):
-    counts = (1, 2, 3, MIN_PROBES, 9, 40)
-    highest = [probed(head, [head - less] * n, headroom=headroom).highest(GRAPH, 1) for n in counts]
-    assert highest == sorted(highest)
-    assert highest[0] == less - headroom
-    assert len(set(highest[3:])) == 1, "after that it stays the same"
+def test_more_probes_of_the_same_gradients_change_nothing(head, less, headroom):
+    one, many = (probed(head, [head - less] * n, headroom=headroom) for n in (1, 40))
+    assert many.highest(GRAPH, 1) == one.highest(GRAPH, 1) == less
+    assert many.needs == one.needs
 
 
 @fixed
@@ -97,19 +92,16 @@ def test_at_the_highest_offset_the_largest_gradient_fits_its_format(
     assert evidence.largest is not None
     loss = 15 - headroom - evidence.largest
     kept = get(format).max_exponent - (head - less + loss + highest)
-    assert kept >= (min(headroom, 1) if get(format).saturates else headroom)
-    assert kept <= 2 * headroom
+    assert kept == (min(headroom, 1) if get(format).saturates else headroom)
 
 
 def test_a_component_is_raised_after_some_probes_that_show_a_gradient():
     for count in range(MIN_PROBES + 2):
-        seen = [-20] * count
-        for layers in (seen, [None, *seen, None, None]):
-            evidence = Evidence(TOLERANCE, 3)
-            for layer in layers:
-                probe(evidence, tensor("layer.weight", 1, layer))
-            assert (evidence.highest(GRAPH, 1) is None) == (count == 0)
-            assert evidence.suffices == (count >= MIN_PROBES)
+        evidence = Evidence(TOLERANCE, 3)
+        for layer in [None, *[-20] * count, None, None]:
+            probe(evidence, tensor("layer.weight", 1, layer))
+        assert (evidence.highest(GRAPH, 1) is None) == (count == 0)
+        assert evidence.suffices == (count >= MIN_PROBES)
 
 
 @fixed
@@ -174,24 +166,6 @@ def test_only_zeros_keep_an_earlier_need_where_they_were_stored_below_it(layer, 
 
 
 @fixed
-@given(exponents, st.integers(0, 30))
-def test_calls_of_one_module_share_the_tolerance(peak, smaller):
-    """The gradients of its parameters are sums over its calls."""
-    evidence = Evidence(TOLERANCE, 3)
-    calls = (tensor("layer", 1, peak), tensor("layer@2", 1, peak - smaller))
-    probe(evidence, tensor("head.weight", 0, peak), *calls)
-    found = needs_of(evidence)
-    for call in calls:
-        share = call.histogram.norm / calls[0].histogram.norm
-        if TOLERANCE / share >= 1:
-            assert call.name not in found, "all of it may be lost"
-        else:
-            lowest = call.histogram.lowest_exponent(TOLERANCE / share, "float16")
-            assert found[call.name] == lowest
-    assert ("layer@2" in found) == (smaller < -math.log2(TOLERANCE))
-
-
-@fixed
 @given(exponents, below, headrooms, st.integers(0, 60), st.integers(1, 5))
 def test_after_an_overflow_a_component_is_safe_at_the_loss_scale_only_until_a_probe(
     head, less, headroom, offset, probes
@@ -211,7 +185,7 @@ def test_after_an_overflow_a_component_is_safe_at_the_loss_scale_only_until_a_pr
     probe(evidence, *two(head, head - less))
     found = evidence.highest(GRAPH, 1)
     assert found is not None
-    assert found <= max(after + FORGET + headroom, before)
+    assert found <= max(after + FORGET, 0)
     assert found <= less
 
 

@@ -48,17 +48,6 @@ def test_probes_follow_each_other_at_once_but_not_without_end():
     assert schedule.next_probe == 801
 
 
-@fixed
-@given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_probes_that_follow_each_other_are_counted_from_the_last_progress(progress):
-    schedule, since = ProbeSchedule(100), 0
-    for step, more in enumerate(progress):
-        schedule.planned(step, probe_again=True, progress=more)
-        since = 1 if more else since + 1
-        assert schedule.searching == (since < MOST_IN_A_ROW)
-        assert schedule.next_probe == (step + 1 if schedule.searching else step + max(step, 8))
-
-
 def test_after_an_overflow_the_next_step_is_a_probe_and_is_waited_for():
     schedule = ProbeSchedule(100)
     schedule.planned(400, probe_again=False)
@@ -113,7 +102,7 @@ def test_unplanned_graphs_never_cost_a_probe_in_more_than_a_few_steps(every):
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["planned", "again", "progress", "unplanned", "probed", "by", "overflow"]),
+        st.sampled_from(["planned", "again", "unplanned", "probed", "by", "overflow"]),
         st.integers(0, 9),
     ),
     max_size=20,
@@ -123,9 +112,8 @@ events = st.lists(
 def apply(schedule, events, now):
     for kind, wait in events:
         now += wait
-        if kind in ("planned", "again", "progress"):
-            again, progress = kind != "planned", kind == "progress"
-            schedule.planned(now, probe_again=again, progress=progress)
+        if kind in ("planned", "again"):
+            schedule.planned(now, probe_again=kind == "again")
         else:
             names = {"unplanned": "met_unplanned", "by": "probe_by", "overflow": "probe_at_once"}
             getattr(schedule, names.get(kind, kind))(now)

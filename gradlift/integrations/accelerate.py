@@ -153,6 +153,7 @@ class PreparedScaler:
             "load_state",
             "prepare",
             "prepare_optimizer",
+            "save_state",
         ):
             mine = partial(getattr(self, f"_{name}"), getattr(accelerator, name))
             self._overrides.set(accelerator, name, mine)
@@ -283,6 +284,21 @@ class PreparedScaler:
         self._joint.after_step(scaler, bare)
 
     # Checkpoints.
+
+    def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let one process write the scaler's file: Accelerate's write it all at once, and states
+        that differ between ranks would be mixed in it."""
+        accelerator, fresh = self._accelerator, Overrides()
+        on_each_node = accelerator.project_configuration.save_on_each_node
+        writes = accelerator.is_local_main_process if on_each_node else accelerator.is_main_process
+        if not writes:
+            self._joint.flush(self.scaler)
+            self.scaler.state_dict()  # the ranks ask each other
+            fresh.set(accelerator, "scaler", None)
+        try:
+            return save(*args, **kwargs)
+        finally:
+            fresh.undo()
 
     def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Under FSDP2 Accelerate makes the scaler's tensors, which one in use has already."""

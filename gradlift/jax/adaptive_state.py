@@ -23,6 +23,7 @@ from gradlift.policy import LARGEST_GAP, LARGEST_SCALE, Policy
 from gradlift.schema import Mismatch, Since, list_of, record, row, whole
 
 VERSION = 3
+OLDER_VERSIONS = (1, 2)
 
 _COUNT = whole(0, 2**31 - 1)
 
@@ -107,6 +108,11 @@ SAVED = record(
     policy=ADAPTIVE_POLICY,
 )
 """What ``Adaptive.to_dict`` wrote."""
+
+OLDER = schema.open_record(
+    arrays=schema.open_record(scale=power_of_two, skipped_steps=_COUNT),
+)
+"""What is taken of an older version, whose planner was another."""
 
 
 def check_fits(read: dict[str, Any], traced: Traced, parameters: Parameters, policy: Policy) -> Any:

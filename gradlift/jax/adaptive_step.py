@@ -92,7 +92,7 @@ def take_step(
     bad_loss = _bad_loss(out, before, run)
     # The same as ``out`` says, from what was reduced anyway: XLA drops the other reduction.
     finite = jnp.isfinite(largest).all()
-    counted = jnp.ldexp(parameters.as_stored(largest, state.offsets), state.excess)
+    counted = parameters.as_stored(largest, state.offsets, state.excess)
     loss_scale = update(before, finite, ~bad_loss, jnp.max(counted, initial=0))
     loss_scale = fit_loss(loss_scale, loss_of(out.aux, run.has_aux))
     rows = records.appended(

@@ -27,6 +27,9 @@ from gradlift.plan.graph import Component, Cut, Graph
 
 Node = Step | Link
 
+# Their gradients are sums of products, in the format of the output.
+_CONTRACTIONS = ("dot_general", "conv_general_dilated")
+
 
 @dataclass(frozen=True, eq=False)
 class Site:
@@ -41,6 +44,8 @@ class Site:
     """The number of the variable, where it is an argument."""
     turn: int | None = None
     """Where an argument is scanned over, the turn that gets this slice of it."""
+    is_wide: bool = False
+    """Whether the gradient of an argument is computed with float32's range in all its uses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,13 +221,35 @@ class _Analyst:
         self.sites.append(site)
 
     def _add_arguments(self) -> None:
+        narrow = self._narrow_arguments()
         for node in self.nodes:
             if not (outs := self._inner(node.outs)):
                 continue
             for position, x in enumerate(node.ins):
                 if _is_in(x, self.arguments) and x in self.flows:
                     down, dtype = self._component(outs[0]), self.arguments[x]
-                    self._add_site(node, position, Site("", down, None, dtype, *self.origin[x]))
+                    origin = self.origin[x]
+                    site = Site("", down, None, dtype, *origin, is_wide=origin not in narrow)
+                    self._add_site(node, position, site)
+
+    def _narrow_arguments(self) -> set[tuple[int, int | None]]:
+        """Return the origins of arguments that become narrow before they are used.
+
+        A cast may come after other operations on the argument alone: ``w[i].astype(float16)``.
+        """
+        narrow = {at for x, at in self.origin.items() if _is_narrow(self.arguments[x])}
+        made_of = dict(self.origin)
+        for node in self.nodes:
+            outs = self._inner(node.outs)
+            sources = {made_of.get(x) for x in numbers(node.ins) if x in self.flows}
+            known = {source for source in sources if source is not None}
+            if not outs or not known:
+                continue
+            if any(_is_narrow(self.dtypes[x]) for x in outs) or _may_narrow(node):
+                narrow |= known
+            elif len(sources) == 1 and not _contracts(node):
+                made_of.update(dict.fromkeys(outs, *known))
+        return narrow
 
     def _format(self, number: int) -> str:
         """The narrowest format that a component's gradients are stored in."""
@@ -232,6 +259,22 @@ class _Analyst:
 def _is_narrow(dtype: Any) -> bool:
     """Whether a dtype has less than float32's range."""
     return dtype.itemsize < 4 and dtype != jnp.bfloat16
+
+
+def _may_narrow(node: Node) -> bool:
+    """Return whether an equation may compute in a narrow format inside."""
+    if node.eqn is None:
+        return False
+    avals = (variable.aval for eqn in inside(node.eqn) for variable in eqn.outvars)
+    dtypes = (dtype for aval in avals if (dtype := getattr(aval, "dtype", None)) is not None)
+    # The backward pass of a custom_vjp is no jaxpr.
+    return node.eqn.primitive.name.startswith("custom_vjp") or any(
+        jnp.issubdtype(dtype, jnp.inexact) and _is_narrow(dtype) for dtype in dtypes
+    )
+
+
+def _contracts(node: Node) -> bool:
+    return node.eqn is not None and node.eqn.primitive.name in _CONTRACTIONS
 
 
 def _is_in(atom: Any, variables: Any) -> bool:

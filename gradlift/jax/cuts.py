@@ -292,7 +292,8 @@ class Traced:
             at, is_parameter = exponent + int(offsets[site.downstream]), site.upstream is None
             if site.upstream is None:
                 # Computed in the component's format, whatever the argument's is.
-                format = self.graph.components[site.downstream].format or "float32"
+                own = None if site.is_wide else self.graph.components[site.downstream].format
+                format = own or "float32"
                 sides = (site.downstream,)
             else:
                 format = str(site.dtype) if str(site.dtype) in FORMATS else "float32"

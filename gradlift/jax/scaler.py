@@ -34,20 +34,20 @@ from gradlift import schema
 from gradlift.floor import AT_FLOOR
 from gradlift.formats import FORMATS, get
 from gradlift.jax import records
-from gradlift.jax.adaptive_state import SAVED, VERSION, check_fits
+from gradlift.jax.adaptive_state import OLDER, OLDER_VERSIONS, SAVED, VERSION, check_fits
 from gradlift.jax.adaptive_step import ARRAYS, AdaptiveState, take_step
 from gradlift.jax.arrivals import Arrived, Sent, copied
 from gradlift.jax.axes import AxisName
 from gradlift.jax.cuts import Layerwise, Traced, exponent_of
 from gradlift.jax.parameters import Parameters
 from gradlift.jax.state import LEAVES, PREDICTED, ValueAndGrad, init, leaf_names, shifted
-from gradlift.plan.adaptive_policy import AdaptivePolicy
+from gradlift.plan.adaptive_policy import BACKOFF, AdaptivePolicy
 from gradlift.plan.evidence import TOLERANCE
 from gradlift.plan.histogram import BINS, is_wide
 from gradlift.plan.observations import ADVICE
 from gradlift.plan.plan import Plan
 from gradlift.plan.planner import check_limits
-from gradlift.policy import Policy, Predictive, Static, check_power_of_two, check_steps
+from gradlift.policy import Dynamic, Policy, Predictive, check_power_of_two, check_steps
 from gradlift.troubleshooting import warn
 
 # Steps between two looks of the host, once a plan was found.
@@ -112,6 +112,7 @@ class Adaptive:
         self._looked = self._seen = -1
         self._queue: deque[Sent | Arrived] = deque()
         self._offsets: tuple[int, ...] = ()
+        self._excess = 0
         self._said: set[str] = set()
         """Warnings that were given."""
 
@@ -148,7 +149,7 @@ class Adaptive:
         planner = AdaptivePolicy(format, *self._settings)
         start = self._predictive.init_scale
         state = AdaptiveState(
-            init(Static(start) if is_wide(format) else self._predictive),
+            init(_backing_off(start) if is_wide(format) else self._predictive),
             None,
             jnp.asarray(records.empty()),
             jnp.zeros(len(parameters.names), bool),
@@ -209,6 +210,9 @@ class Adaptive:
                     "adjust(state, steps=n) after n steps, with the state that they returned"
                 )
             self._steps, self._seen = taken, taken - 1 - steps
+            if taken > steps:
+                # The plan that these arrays ran at, and a probe among them, is not known here.
+                state = self._formed(state, probing=False)
         else:
             self._steps += steps
         if (
@@ -260,6 +264,8 @@ class Adaptive:
     def from_dict(self, saved: Mapping[str, Any], *args: Any) -> AdaptiveState:
         """The state to go on from, on whatever devices the arguments lie.
 
+        Of a state that an older version saved the scale is taken, and the plan is found again.
+
         Args:
             saved: what ``to_dict`` gave.
             *args: as for ``init``.
@@ -267,6 +273,8 @@ class Adaptive:
         Raises:
             ValueError: it is damaged, or of another loss function. Nothing was changed.
         """
+        if isinstance(saved, Mapping) and saved.get("version") in OLDER_VERSIONS:
+            return self._from_older(saved, args)
         read = schema.read(SAVED, saved, "adaptive scaler", ADVICE)
         model, planner, state = self._new(args)
         planner.check(saved["policy"])
@@ -288,6 +296,17 @@ class Adaptive:
         loss_scale = state.loss_scale.replace(**loaded(state.loss_scale, (*LEAVES, *PREDICTED)))
         state = state.replace(loss_scale=loss_scale, **loaded(state, ARRAYS))
         return self._formed(state, read["probing"])
+
+    def _from_older(self, saved: Mapping[str, Any], args: Sequence[Any]) -> AdaptiveState:
+        arrays = schema.read(OLDER, saved, "adaptive scaler", ADVICE)["arrays"]
+        state = self.init(*args)
+        own, scale = state.loss_scale, arrays["scale"]
+        found = {"scale": min(max(scale, own.policy.min_scale), own.policy.max_scale)}
+        if isinstance(own.policy, Predictive):
+            found |= {"peak": own.policy.resume(scale).peak}
+        found["skipped_steps"] = arrays["skipped_steps"]
+        changes = {name: _like(value, getattr(own, name)) for name, value in found.items()}
+        return state.replace(loss_scale=own.replace(**changes))
 
     def _step(self, state: AdaptiveState, *args: Any) -> tuple[AdaptiveState, ValueAndGrad]:
         return take_step(state, args, self._run, self._check(state)[2])
@@ -331,20 +350,15 @@ class Adaptive:
             shift = planner.observe(row, self._steps - 1, result, overflowed, exponent)
             if shift:
                 state = state.replace(loss_scale=shifted(state.loss_scale, shift))
-        if planner.excess != self._excess:
-            self._excess = planner.excess
-            state = state.replace(excess=_like(self._excess, state.records))
         offsets = planner.plan.offsets if planner.plan else self._offsets
-        if offsets != self._offsets:
-            self._offsets = offsets
+        if (offsets, planner.excess) != (self._offsets, self._excess):
+            self._offsets, self._excess = offsets, planner.excess
             state = self._formed(state, probing=False)
         return state
 
     def _sound(self, arrived: Arrived, policy: Policy) -> None:
         """Warn once of steps that no scale can save: those of a bad loss, and at the floor."""
-        # A static scale is its own floor.
-        least = policy.init_scale if isinstance(policy, Static) else policy.min_scale
-        floor = math.frexp(least)[1] - 1
+        floor = math.frexp(policy.min_scale)[1] - 1
         lost = [row for row in arrived.rows if row.overflow and not row.bad_loss]
         if any(row.bad_loss for row in arrived.rows) and "loss" not in self._said:
             self._said.add("loss")
@@ -368,6 +382,7 @@ class Adaptive:
         needed, sites = probing or any(self._offsets), self._check(state)[1].analysis.sites
         return state.replace(
             offsets=_like(self._offsets, state.records) if needed else None,
+            excess=_like(self._excess, state.records),
             bins=_like(np.zeros((len(sites), BINS)), state.records) if probing else None,
         )
 
@@ -389,6 +404,16 @@ class Adaptive:
 
 
 adaptive = Adaptive
+
+
+def _backing_off(init_scale: float) -> Policy:
+    """Return the policy of a format with float32's range, which acts on an overflow alone."""
+    return Dynamic(
+        init_scale=init_scale,
+        growth_interval=2**31 - 1,
+        backoff_factor=2.0**-BACKOFF,
+        max_scale=2.0**96,
+    )
 
 
 def _like(values: Any, array: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ record, a probed step also the result of its probe::
 
     a probe      take it in as evidence, plan; probe again at once if a component was raised
     an overflow  take it in as evidence of the raised components that show it first; probe at once
-    otherwise    with active cuts, probe if the largest gradient has grown
+    otherwise    in an 8-bit format, probe if the largest gradient has grown
 
 The device decides the loss scale: ``Predictive`` follows the largest parameter gradient, see
 ``gradlift.policy``. Gradients of other kinds may be larger. By how much a probe shows: that is
@@ -29,7 +29,6 @@ from gradlift.plan.histogram import is_wide
 from gradlift.plan.module_offsets import OFFSETS, ModuleOffsets
 from gradlift.plan.observations import (
     ADVICE,
-    COUNT,
     EXPONENT,
     FORMAT,
     GRAPH,
@@ -92,7 +91,6 @@ class AdaptivePolicy:
         self._graph: Graph | None = None
         self._probed_largest: int | None = None
         """``Record.largest`` of the latest probe."""
-        self._most_cuts = 0
         self._shifts: list[tuple[int, int]] = []
         """(step, shift) of the loss exponent under the paper's rule."""
 
@@ -105,11 +103,11 @@ class AdaptivePolicy:
     def parameter_weights(self) -> dict[str, int]:
         """The bits by which each parameter's gradient counts more in the largest gradient: the
         offset of its component, and the excess."""
-        if self.plan is None or not self._predicts:
+        if self.plan is None or self._graph is None or not self._predicts:
             return {}
         # Gradients in float32 do not overflow in a raised component.
         narrow = self._evidence.has_parameters
-        bits = [max(offset, 0) * narrow + self.excess for offset in self.plan.offsets]
+        bits = [max(offset, 0) * narrow + self.excess for offset in self._planned_offsets()]
         return {name: bits[i] for name, i in self.component_of_parameter.items() if bits[i]}
 
     @property
@@ -156,9 +154,9 @@ class AdaptivePolicy:
         return shift
 
     def _has_grown(self, record: Record) -> bool:
-        """Return whether the largest gradient has grown much since a probe, where a component
-        above the loss may overflow, or a format saturates in silence."""
-        if self.plan is None or not (self.plan.active or self.format.saturates):
+        """Return whether the largest gradient has grown much since a probe, where a format
+        saturates in silence."""
+        if not self.format.saturates:
             return False
         if record.largest is None or self._probed_largest is None:
             return False
@@ -180,11 +178,7 @@ class AdaptivePolicy:
         self._replan(exponent + shift, result)
         assert self.plan is not None
         self.excess = self._new_excess(record, self._evidence.largest)
-        cuts = len(self.plan.active)
-        self.schedule.planned(
-            now, probe_again=self.plan.probe_again, progress=cuts > self._most_cuts
-        )
-        self._most_cuts = max(self._most_cuts, cuts)
+        self.schedule.planned(now, probe_again=self.plan.probe_again)
         return shift
 
     def _new_excess(self, record: Record, largest: int) -> int:
@@ -215,7 +209,8 @@ class AdaptivePolicy:
             self._take_graph(result)
             first = overflowed_first(result)
             # A finite gradient in float32 shows how large it is where it becomes float16.
-            peaks = [t.histogram.peak for t in result.tensors if set(t.components) & set(first)]
+            shown = [t for t in result.tensors if not (t.is_parameter and is_wide(t.format))]
+            peaks = [t.histogram.peak for t in shown if set(t.components) & set(first)]
             largest = max([largest, *(peak for peak in peaks if peak is not None)])
         else:
             first = self._nearest_to_loss(overflowed)
@@ -229,7 +224,8 @@ class AdaptivePolicy:
             behind = self._graph.behind(ran_at)
             self._evidence.add_overflow(self._graph, {i: self._ran_at(record, i) for i in behind})
         else:
-            at = min([LARGEST_EXPONENT + 1 - largest, record.exponent + max(ran_at.values())])
+            at = record.exponent + max(ran_at.values(), default=0)
+            at = min(at, LARGEST_EXPONENT + 1 - largest)
             behind = dict.fromkeys(self._graph.behind(ran_at), at)
             self._evidence.add_true_overflow(self._graph, behind)
         if self.rule is not None or (self.plan is not None and (ran_at or self.plan.active)):
@@ -269,14 +265,10 @@ class AdaptivePolicy:
             graph = replace(graph, components=held)
         self._graph = graph
         self.component_of_parameter = dict(result.component_of_parameter)
-        self._offsets.forget_unmet(graph)
 
     def _replan(self, exponent: int, result: ProbeResult | None = None) -> None:
         assert self._graph is not None
-        offsets = [
-            self._offsets.current.get((component.modules or ("",))[0], 0)
-            for component in self._graph.components
-        ]
+        offsets = self._planned_offsets()
         if self.rule is None:
             self.plan = choose(
                 self._graph,
@@ -296,6 +288,12 @@ class AdaptivePolicy:
                 format=self.format,
             )
         self._offsets.take(self.plan)
+
+    def _planned_offsets(self) -> list[int]:
+        """Return the offsets in force of the components of the latest graph."""
+        assert self._graph is not None
+        found, components = self._offsets.current, self._graph.components
+        return [found.get((component.modules or ("",))[0], 0) for component in components]
 
     def _nearest_to_loss(self, overflowed: Iterable[str]) -> list[int]:
         """Return the components of these parameters that the fewest cuts separate from the loss."""
@@ -319,7 +317,6 @@ class AdaptivePolicy:
             "component_of_parameter": dict(self.component_of_parameter),
             "excess": self.excess,
             "probed_largest": self._probed_largest,
-            "most_cuts": self._most_cuts,
             "shifts": [list(shift) for shift in self._shifts],
             "evidence": self._evidence.to_dict(),
             "offsets": self._offsets.to_dict(),
@@ -339,7 +336,6 @@ class AdaptivePolicy:
     def follow(self, read: Mapping[str, Any]) -> None:
         """Continue from a state that ``ADAPTIVE_POLICY`` has read."""
         self.plan, self._graph, self.excess = read["plan"], read["graph"], read["excess"]
-        self._most_cuts = read["most_cuts"]
         self.component_of_parameter = dict(read["component_of_parameter"])
         self._shifts, self._probed_largest = list(read["shifts"]), read["probed_largest"]
         # New objects: a copy of this policy may be asked first whether a state can be loaded.
@@ -409,7 +405,6 @@ ADAPTIVE_POLICY = record(
     component_of_parameter=schema.dict_of(schema.text, INDEX),
     excess=whole(-LARGEST_OFFSET, LARGEST_OFFSET),
     probed_largest=optional(EXPONENT),
-    most_cuts=COUNT,
     shifts=list_of(row(STEP, _SHIFT)),
     evidence=EVIDENCE,
     offsets=OFFSETS,

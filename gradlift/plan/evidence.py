@@ -8,8 +8,8 @@ Sizes are powers of two. ``largest`` is the largest gradient of any kind in a pr
                             probes plus FORGET for each probe since then, if that is less
                   need    = the lowest exponent that stores a tensor with an error of at most
                             ``tolerance``
-    an overflow   below = at most headroom + 1 less than the offset of a raised component; until
-                          the next probe 0, for it and for all components behind it
+    an overflow   below = at most headroom + 1 less than the offset of a raised component, and of
+                          all components behind it; 0 until the next probe
 
 Both numbers of ``below`` come from one batch. So a loss times 2**k changes none of them, and no
 number depends on the plan.
@@ -17,14 +17,12 @@ number depends on the plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gradlift.formats import get
 from gradlift.plan.graph import Graph
 from gradlift.plan.histogram import is_wide
-from gradlift.plan.key import Key
 from gradlift.plan.observations import EXPONENT, INDEX, ProbedTensor, ProbeResult
 from gradlift.policy import LARGEST_EXPONENT
 from gradlift.schema import dict_of, list_of, optional, record, text, whole
@@ -62,24 +60,22 @@ class Evidence:
         saturates: bool = False,
         min_probes: int = MIN_PROBES,
     ) -> None:
-        self.tolerance, self.headroom, self._saturates = tolerance, headroom, saturates
+        self.tolerance, self.headroom = tolerance, headroom
         self._min_probes = 1 if saturates else min_probes
         self.largest: int | None = None
         """floor(log2) of the largest gradient in the latest probe; None before the first."""
         self.needs: tuple[Need, ...] = ()
         """Of the latest probe."""
         self._below: dict[str, int] = {}
-        self._probes: dict[str, int] = {}
-        """Probes that have shown a gradient of each component."""
+        self._probes = 0
+        self._unsafe: set[str] = set()
+        """Components that have overflowed since the latest probe: nobody knows how far."""
         self._parameters: dict[str, int] = {}
         """By how much the parameter gradients of each component are smaller than the largest
         gradient, in the latest probe that has shown them."""
-        self._unsafe: set[str] = set()
-        """Components that an overflow since the latest probe may have reached."""
 
     def add_probe(self, result: ProbeResult) -> None:
         """Take in the probe of a step without an overflow."""
-        self._unsafe.clear()
         sizes: dict[str, int] = {}
         parameters: dict[str, int] = {}
         for tensor in result.tensors:
@@ -98,17 +94,11 @@ class Evidence:
         for name, size in sizes.items():
             below = self.largest - size
             self._below[name] = min(below, self._below.get(name, below) + FORGET)
-            self._probes[name] = self._probes.get(name, 0) + 1
+        self._probes += 1
+        self._unsafe.clear()
         self._parameters |= {name: self.largest - size for name, size in parameters.items()}
         known = {need.name: need.exponent for need in self.needs}
-        norms: dict[str, float] = {}
-        for tensor in result.tensors:
-            name = _without_call(tensor.name)
-            norms[name] = max(norms.get(name, 0.0), tensor.histogram.norm)
-        found = (
-            self._need(tensor, norms[_without_call(tensor.name)], known.get(tensor.name))
-            for tensor in result.tensors
-        )
+        found = (self._need(tensor, known.get(tensor.name)) for tensor in result.tensors)
         self.needs = tuple(need for need in found if need is not None)
 
     def size(self, tensor: ProbedTensor) -> int | None:
@@ -122,27 +112,18 @@ class Evidence:
         spare = format.saturates and not is_cut_off(tensor)
         return size - spare * max(self.headroom - 1, 0)
 
-    def _need(self, tensor: ProbedTensor, norm: float, known: int | None) -> Need | None:
-        """Return the need of a tensor, where ``norm`` is the largest of all calls of its module:
-        the gradients of the module's parameters are sums over its calls."""
+    def _need(self, tensor: ProbedTensor, known: int | None) -> Need | None:
         if not tensor.is_kept:
             return None
-        own = tensor.histogram.norm
+        # Rounding to 8 bits costs more than the tolerance, and this adds little to it.
         tolerance = max(self.tolerance, get(tensor.format).rounding_error / 8)
-        tolerance = tolerance * norm / own if own else 1.0
-        lowest = None
-        if tolerance < 1.0:
-            lowest = tensor.histogram.lowest_exponent(tolerance, tensor.format)
+        lowest = tensor.histogram.lowest_exponent(tolerance, tensor.format)
         if lowest is None and known is not None and tensor.exponent < known:
             lowest = known  # only zeros can be stored below what an earlier gradient needed
         return None if lowest is None else Need(tensor.name, tensor.components, lowest)
 
     def add_overflow(self, graph: Graph, offsets: Mapping[int, int]) -> None:
-        """Take in an overflow of components at these offsets.
-
-        How much larger the gradients are is not known until the next probe. Until then these
-        components are safe at the loss scale only.
-        """
+        """Take in an overflow of components at these offsets."""
         self._unsafe |= {key_of(graph, component) for component in offsets}
         self._limit(graph, {i: offset - self.headroom - 1 for i, offset in offsets.items()})
 
@@ -150,7 +131,6 @@ class Evidence:
         for component, below in most.items():
             name = key_of(graph, component)
             self._below[name] = min(self._below.get(name, below), below)
-            self._probes.setdefault(name, 1)
 
     def add_true_overflow(self, graph: Graph, exponents: Mapping[int, int]) -> None:
         """Take in an overflow that components at these exponents have shown first, for a rule that
@@ -162,20 +142,12 @@ class Evidence:
     @property
     def suffices(self) -> bool:
         """Whether there were enough probes to raise a component."""
-        return max(self._probes.values(), default=0) >= self._min_probes
+        return self._probes >= self._min_probes
 
     def highest(self, graph: Graph, component: int) -> int | None:
-        """Return the highest safe offset of a component; None if it has shown no gradient.
-
-        A component that few probes have seen keeps up to twice the headroom.
-        """
+        """Return the highest safe offset of a component; None if it has shown no gradient."""
         name = key_of(graph, component)
-        below = 0 if name in self._unsafe else self._below.get(name)
-        if below is None or self._saturates:
-            return below
-        # No more than that: gradients that stay the same are to change no plan.
-        probes = min(self._probes.get(name, 1), self._min_probes)
-        return below - math.ceil(self.headroom / math.sqrt(probes))
+        return 0 if name in self._unsafe else self._below.get(name)
 
     @property
     def has_parameters(self) -> bool:
@@ -192,16 +164,16 @@ class Evidence:
         return {
             "largest": self.largest,
             "below": dict(self._below),
-            "probes": dict(self._probes),
-            "parameters": dict(self._parameters),
+            "probes": self._probes,
             "unsafe": sorted(self._unsafe),
+            "parameters": dict(self._parameters),
             "needs": [[need.name, list(need.components), need.exponent] for need in self.needs],
         }
 
     def load(self, read: Mapping[str, Any]) -> None:
         """Continue from a state that ``EVIDENCE`` has read."""
         self.largest, self.needs = read["largest"], tuple(read["needs"])
-        self._below, self._probes = dict(read["below"]), dict(read["probes"])
+        self._below, self._probes = dict(read["below"]), read["probes"]
         self._parameters, self._unsafe = dict(read["parameters"]), set(read["unsafe"])
 
 
@@ -209,11 +181,6 @@ def is_cut_off(tensor: ProbedTensor) -> bool:
     """Return whether a gradient may have been larger than it is shown: the format saturates."""
     peak, format = tensor.histogram.peak, get(tensor.format)
     return format.saturates and peak is not None and peak + tensor.exponent == format.max_exponent
-
-
-def _without_call(name: str) -> str:
-    """Return the name of a tensor without the number of its module's call."""
-    return str(Key.parse(name)._replace(call=1))
 
 
 def key_of(graph: Graph, component: int) -> str:
@@ -231,9 +198,9 @@ def _need(row: Any) -> Need:
 EVIDENCE = record(
     largest=optional(EXPONENT),
     below=dict_of(text, whole(-600, 600)),
-    probes=dict_of(text, whole(1)),
-    parameters=dict_of(text, whole(-600, 600)),
+    probes=whole(0),
     unsafe=list_of(text),
+    parameters=dict_of(text, whole(-600, 600)),
     needs=list_of(_need),
 )
 """The check of what ``Evidence.to_dict`` wrote."""

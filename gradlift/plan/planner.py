@@ -2,14 +2,13 @@
 
 A pure function of the graph, the evidence and the offsets in force::
 
-    highest of a component  = how far its gradients lie below the model's largest one, with room
-                              for doubt while few probes have seen it; at least 0
+    highest of a component  = how far its gradients lie below the model's largest one; at least 0
     lowest of a component   = the offset that its tensors need, as far as all components that store
                               them can give it
     keep the offsets in force while every component lies between the two, with SLACK above
     otherwise put the regions in force as high as is safe, if that satisfies every tensor
     otherwise find the fewest cuts that do (``fewest_cuts.py``)
-    after a probe, give cuts up if fewer do with SLACK to spare
+    return to one exponent if that satisfies every tensor with twice SLACK to spare
 
 A region is a set of components with one exponent. No component is stored below the loss: where one
 is too large, ``Predictive`` lowers the loss scale, and the others are raised.
@@ -140,7 +139,7 @@ def _hidden(
 def _lowest(graph: Graph, evidence: Evidence, tops: Sequence[int], loss: int) -> list[int]:
     """Return the lowest offset of each component. A tensor asks for no more than all components
     that store it can give, and for SLACK less where that is not enough."""
-    lows = [0] * len(tops)
+    lows = [-LARGEST_OFFSET] * len(tops)
     for need in evidence.needs:
         given = min(tops[component] for component in need.components)
         asked = need.exponent - loss
@@ -164,24 +163,21 @@ def _chosen(
     best = list(offsets)
     for region in regions[1:]:
         top, offset = min(tops[i] for i in region), offsets[region[0]]
-        too_low = any(offset < lows[i] for i in region)
-        if offset > top + SLACK or too_low or (is_probed and offset < top - 2 * SLACK):
+        if offset > top + SLACK or any(offset < lows[i] for i in region):
             for i in region:
                 best[i] = top
     if any(offset < low for offset, low in zip(best, lows, strict=True)):
         return _with_fewest_cuts(graph, lows, tops)
-    if is_probed and len(regions) > 1:
-        spare = [min(low + SLACK * (low > 0), top) for low, top in zip(lows, tops, strict=True)]
-        fewer = _with_fewest_cuts(graph, spare, tops)
-        if len(graph.active(fewer)) < len(graph.active(best)):
-            return fewer
+    free = [low for i, low in enumerate(lows) if i not in graph.pinned]
+    if is_probed and set(graph.pinned.values()) == {0} and max(free, default=0) <= -2 * SLACK:
+        return [0] * len(lows)
     return best
 
 
 def _with_fewest_cuts(graph: Graph, lows: Sequence[int], tops: Sequence[int]) -> list[int]:
     if set(graph.pinned.values()) == {0} and max(lows) <= 0:
         return [0] * len(lows)
-    intervals = [Interval(low, top) for low, top in zip(lows, tops, strict=True)]
+    intervals = [Interval(max(low, 0), top) for low, top in zip(lows, tops, strict=True)]
     return fewest_cuts(graph, intervals)
 
 

@@ -49,10 +49,9 @@ class ProbeSchedule:
         """Probe in the next step, whose result is waited for."""
         self.next_probe, self.searching = now + 1, True
 
-    def planned(self, now: int, *, probe_again: bool, progress: bool = False) -> None:
-        """A plan was made of a probe; ``probe_again`` if the next step is to be one as well, and
-        ``progress`` if that plan has more cuts than any before."""
-        self._count((0 if progress else self._in_a_row) + 1 if probe_again else 0)
+    def planned(self, now: int, *, probe_again: bool) -> None:
+        """A plan was made of a probe; ``probe_again`` if the next step is to be one as well."""
+        self._count(self._in_a_row + 1 if probe_again else 0)
         self.probe_after(now, at_once=self.searching)
 
     def _count(self, in_a_row: int) -> None:

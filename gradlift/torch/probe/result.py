@@ -94,7 +94,9 @@ def _graph(
         for row in rows.rows
         if row.upstream is not None and index[row.downstream] != index[row.upstream]
     }
-    return Graph(components, tuple(Cut(*cut) for cut in sorted(cuts)), loss=loss)
+    # By components, which names do not number.
+    ordered = sorted(cuts, key=lambda cut: (cut[1:], cut[0]))
+    return Graph(components, tuple(Cut(*cut) for cut in ordered), loss=loss)
 
 
 def _narrowest(formats: set[str]) -> str | None:
