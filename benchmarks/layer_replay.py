@@ -93,7 +93,6 @@ from gradlift import policy as policies
 from gradlift.plan import (
     adaptive_policy,
     evidence,
-    module_offsets,
     planner,
     probe_schedule,
 )
@@ -498,7 +497,6 @@ def make_variants() -> list[Variant]:
         (planner, "LARGEST_OFFSET"),
         (probe_schedule, "MOST_IN_A_ROW"),
         (probe_schedule, "FIRST_WAIT"),
-        (module_offsets, "MOST_UNMET"),
     )
     found += [
         Variant(f"MIN_PROBES = {n}", ((Evidence, "__init__", _with_min_probes(n)),))
@@ -525,14 +523,6 @@ def make_variants() -> list[Variant]:
         # Evidence.
         Variant("only the latest probe counts (FORGET)", ((evidence, "FORGET", 1000),)),
         Variant("no probe is forgotten (FORGET)", ((evidence, "FORGET", 0),)),
-        edit(
-            "no more headroom for what few probes saw",
-            Evidence,
-            "highest",
-            "math.ceil(self.headroom / ",
-            "math.ceil(0 / ",
-        ),
-        Variant("a module's calls are apart", ((evidence, "_without_call", lambda name: name),)),
         edit(
             "needs of zeros are forgotten", Evidence, "_need", "if lowest is None and", "if 0 and"
         ),
@@ -576,8 +566,8 @@ def make_variants() -> list[Variant]:
             "overflow: a probe of it does not move the loss",
             AdaptivePolicy,
             "_handle_overflow",
-            "return 0 if ran_at else shift",
-            "return 0",
+            "if ran_at or not self._predicts:",
+            "if True:",
         ),
         # The loss scale.
         edit(
@@ -613,18 +603,11 @@ def make_variants() -> list[Variant]:
             "else given",
         ),
         edit(
-            "low regions are not raised",
-            planner,
-            "_chosen",
-            "or (is_probed and offset < top - 2 * SLACK)",
-            "",
-        ),
-        edit(
             "cuts are not given up",
             planner,
             "_chosen",
-            "if is_probed and len(regions) > 1:",
-            "if False:",
+            "if is_probed and",
+            "if False and",
         ),
         edit(
             "no plan is kept",
@@ -637,13 +620,6 @@ def make_variants() -> list[Variant]:
         Variant("no probe when gradients grow", ((AdaptivePolicy, "_has_grown", no),)),
         Variant("zeros ask for no probe", ((planner, "_hidden", lambda *_: ()),)),
         Variant("raised components ask for no probe", ((planner, "_reasons", lambda *_: ()),)),
-        edit(
-            "more cuts do not allow more probes in a row",
-            probe_schedule.ProbeSchedule,
-            "planned",
-            "0 if progress else self._in_a_row",
-            "self._in_a_row",
-        ),
         Variant("no layer is raised", settings={"layerwise": False}),
     ]
     return found

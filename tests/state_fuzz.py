@@ -447,6 +447,7 @@ def valid_policy(policy: Any, rule: str) -> bool:
         rule=lambda v: v == rule,
         format=lambda v: v == "float16",
         plan=maybe(valid_plan),
+        exponent=is_exponent,
         graph=maybe(valid_graph),
         component_of_parameter=lambda v: is_map(v, is_whole),
         excess=lambda v: is_whole(v, -100, 100),

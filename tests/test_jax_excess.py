@@ -202,6 +202,6 @@ def test_changing_excess_and_offsets_compile_no_more_than_three_programs():
         shifts += out.state.scale != state.scale
         offsets.add(scaler.plan.offsets)
         excesses.add(int(state.excess))
-    assert min(len(offsets), len(excesses)) > 2
+    assert min(len(offsets), len(excesses)) > 1
     assert shifts
     assert scaler._jitted._cache_size() <= 3

@@ -481,7 +481,7 @@ def test_raised_components_keep_their_headroom_while_the_gradients_grow():
     step, dynamic = jax.jit(gl.value_and_grad(cut_loss)), gl.init(Dynamic(growth_interval=20))
     raised = 0
     for i in range(120):
-        size = sizes(i) if i >= 20 else jnp.float32(1.0)
+        size = sizes(max(i - 20, 0))
         state, out = scaler(state, STEEP, X, size)
         assert out.finite, i
         raised += any(scaler.plan.offsets)

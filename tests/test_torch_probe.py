@@ -13,7 +13,6 @@ from gradlift.plan import choose
 from gradlift.plan.adaptive_policy import overflowed_first
 from gradlift.plan.evidence import Evidence
 from gradlift.plan.histogram import BINS
-from gradlift.plan.observations import Record
 from gradlift.torch.adaptive.engine import Engine
 from gradlift.torch.probe import counting
 from gradlift.torch.probe.counting import count_in_plain_torch

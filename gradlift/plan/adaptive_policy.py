@@ -78,7 +78,9 @@ class AdaptivePolicy:
         self.tolerance, self.headroom, self.layerwise = tolerance, headroom, layerwise
         self.schedule = ProbeSchedule(DEFAULT_INTERVAL if interval is None else interval)
         """When to probe."""
-        self.plan: Plan | None = None
+        self._plan: Plan | None = None
+        self._exponent = 0
+        """Of the loss, as far as records have told."""
         self.component_of_parameter: dict[str, int] = {}
         """The component that computes each parameter's gradient, in the latest probe."""
         self.excess = 0
@@ -95,6 +97,11 @@ class AdaptivePolicy:
         """(step, shift) of the loss exponent under the paper's rule."""
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first probe."""
+        return None if self._plan is None else self._plan.at_loss(self._exponent)
+
+    @property
     def offsets(self) -> dict[str, int]:
         """Offsets from the loss exponent, by key; empty without a plan."""
         return dict(self._offsets.current)
@@ -103,7 +110,7 @@ class AdaptivePolicy:
     def parameter_weights(self) -> dict[str, int]:
         """The bits by which each parameter's gradient counts more in the largest gradient: the
         offset of its component, and the excess."""
-        if self.plan is None or self._graph is None or not self._predicts:
+        if self._plan is None or self._graph is None or not self._predicts:
             return {}
         # Gradients in float32 do not overflow in a raised component.
         narrow = self._evidence.has_parameters
@@ -149,8 +156,7 @@ class AdaptivePolicy:
             self._offsets.keep_past(now, offsets)
         if self.rule is not None:
             return self._follow_paper(record, now, overflow)
-        if self.plan is not None:
-            self.plan = self.plan.at_loss(exponent + shift)
+        self._exponent = exponent + shift
         return shift
 
     def _has_grown(self, record: Record) -> bool:
@@ -174,21 +180,21 @@ class AdaptivePolicy:
         # The exponent was chosen for the excess of an earlier probe, or for no gradient at all.
         safe = LARGEST_EXPONENT - self.headroom - self._evidence.largest
         shift = safe - exponent if self._predicts else 0
-        shift = shift if self.plan is None else min(shift, 0)
+        shift = shift if self._plan is None else min(shift, 0)
         self._replan(exponent + shift, result)
-        assert self.plan is not None
+        assert self._plan is not None
         self.excess = self._new_excess(record, self._evidence.largest)
-        self.schedule.planned(now, probe_again=self.plan.probe_again)
+        self.schedule.planned(now, probe_again=self._plan.probe_again)
         return shift
 
     def _new_excess(self, record: Record, largest: int) -> int:
-        assert self.plan is not None
+        assert self._plan is not None
         assert self._graph is not None
         found = self.excess
         if self._evidence.has_parameters:
             below = [
                 known - max(offset, 0)
-                for component, offset in enumerate(self.plan.offsets)
+                for component, offset in enumerate(self._plan.offsets)
                 if (known := self._evidence.parameters_below(self._graph, component)) is not None
             ]
             found = max(min(below, default=0), 0)
@@ -231,7 +237,7 @@ class AdaptivePolicy:
             at = min(at, LARGEST_EXPONENT + 1 - largest)
             behind = dict.fromkeys(self._graph.behind(ran_at), at)
             self._evidence.add_true_overflow(self._graph, behind)
-        if self.rule is not None or (self.plan is not None and (ran_at or self.plan.active)):
+        if self.rule is not None or (self._plan is not None and (ran_at or self._plan.active)):
             self._replan(exponent)
         if ran_at or not self._predicts:
             return 0
@@ -248,17 +254,16 @@ class AdaptivePolicy:
 
         Records arrive some steps late, so shifts since then count.
         """
-        if self.plan is None:
+        if self._plan is None:
             return 0
         self._shifts = [(at, by) for at, by in self._shifts if at >= record.step]
         before = record.exponent + sum(by for _, by in self._shifts)
         expected = max(before - BACKOFF, MIN_EXPONENT) if overflow else before
-        target = min(max(self.plan.global_exponent, MIN_EXPONENT), MAX_EXPONENT)
+        target = min(max(self._plan.global_exponent, MIN_EXPONENT), MAX_EXPONENT)
         target = min(target, before) if record.overflow else target
         if target != expected:
             self._shifts.append((now, target - expected))
-        if not record.overflow:
-            self.plan = self.plan.at_loss(target)
+        self._exponent = target
         return target - expected
 
     def _take_graph(self, result: ProbeResult) -> None:
@@ -273,7 +278,7 @@ class AdaptivePolicy:
         assert self._graph is not None
         offsets = self._planned_offsets()
         if self.rule is None:
-            self.plan = choose(
+            self._plan = choose(
                 self._graph,
                 self._evidence,
                 exponent=exponent,
@@ -282,7 +287,7 @@ class AdaptivePolicy:
                 tensors=() if result is None else result.tensors,
             )
         else:
-            self.plan = paper_plan(
+            self._plan = paper_plan(
                 self._graph,
                 self._evidence,
                 () if result is None else result.cut_statistics,
@@ -290,7 +295,7 @@ class AdaptivePolicy:
                 rule=self.rule,
                 format=self.format,
             )
-        self._offsets.take(self.plan)
+        self._offsets.take(self._plan)
 
     def _planned_offsets(self) -> list[int]:
         """Return the offsets in force of the components of the latest graph."""
@@ -315,7 +320,8 @@ class AdaptivePolicy:
         return {
             "rule": name_of(self.rule),
             "format": self.format.name,
-            "plan": self.plan and self.plan.to_dict(),
+            "plan": self._plan and self._plan.to_dict(),
+            "exponent": self._exponent,
             "graph": self._graph and asdict(self._graph),
             "component_of_parameter": dict(self.component_of_parameter),
             "excess": self.excess,
@@ -338,7 +344,8 @@ class AdaptivePolicy:
 
     def follow(self, read: Mapping[str, Any]) -> None:
         """Continue from a state that ``ADAPTIVE_POLICY`` has read."""
-        self.plan, self._graph, self.excess = read["plan"], read["graph"], read["excess"]
+        self._plan, self._exponent = read["plan"], read["exponent"]
+        self._graph, self.excess = read["graph"], read["excess"]
         self.component_of_parameter = dict(read["component_of_parameter"])
         self._shifts, self._probed_largest = list(read["shifts"]), read["probed_largest"]
         # New objects: a copy of this policy may be asked first whether a state can be loaded.
@@ -404,6 +411,7 @@ ADAPTIVE_POLICY = record(
     rule=schema.one_of("range", "zhao2019"),
     format=FORMAT,
     plan=optional(PLAN),
+    exponent=EXPONENT,
     graph=optional(GRAPH),
     component_of_parameter=schema.dict_of(schema.text, INDEX),
     excess=whole(-LARGEST_OFFSET, LARGEST_OFFSET),

@@ -5,7 +5,8 @@ A pure function of the graph, the evidence and the offsets in force::
     highest of a component  = how far its gradients lie below the model's largest one; at least 0
     lowest of a component   = the offset that its tensors need, as far as all components that store
                               them can give it
-    keep the offsets in force while every component lies between the two, with SLACK above
+    keep the offsets in force while every component lies between the two, with SLACK above, or
+                              while the latest batch is safe
     otherwise put the regions in force as high as is safe, if that satisfies every tensor
     otherwise find the fewest cuts that do (``fewest_cuts.py``)
     return to one exponent if that satisfies every tensor with twice SLACK to spare
@@ -64,7 +65,8 @@ def choose(
     tops = _highest(graph, evidence, offsets)
     needs = _needs(count, evidence, exponent)
     lows = _lowest(graph, evidence, tops, exponent)
-    chosen = _chosen(graph, lows, tops, offsets, is_probed=bool(tensors))
+    ceilings = [_safe(graph, evidence, i, exponent + tops[i]) - exponent for i in range(count)]
+    chosen = _chosen(graph, lows, tops, ceilings, offsets, is_probed=bool(tensors))
     exponents = [exponent + offset for offset in chosen]
     reasons = _reasons(graph, evidence, offsets, chosen, needs) if tensors else ()
     return Plan.of(
@@ -72,10 +74,7 @@ def choose(
         exponents,
         _narrowest(graph, get(format)),
         lambda cut: _why(graph, cut, evidence, exponents),
-        intervals=[
-            Interval(exponent + needs[i], _safe(graph, evidence, i, exponent + tops[i]))
-            for i in range(count)
-        ],
+        intervals=[Interval(exponent + needs[i], exponent + ceilings[i]) for i in range(count)],
         errors=_errors(tensors, exponents),
         reasons=reasons + _hidden(graph, tensors, exponents),
     )
@@ -152,7 +151,13 @@ def _lowest(graph: Graph, evidence: Evidence, tops: Sequence[int], loss: int) ->
 
 
 def _chosen(
-    graph: Graph, lows: Sequence[int], tops: Sequence[int], offsets: list[int], *, is_probed: bool
+    graph: Graph,
+    lows: Sequence[int],
+    tops: Sequence[int],
+    ceilings: Sequence[int],
+    offsets: list[int],
+    *,
+    is_probed: bool,
 ) -> list[int]:
     """Return the offsets in force as far as they are good, or those with the fewest cuts."""
     if any(offsets[component] != pin for component, pin in graph.pinned.items()):
@@ -163,7 +168,8 @@ def _chosen(
     best = list(offsets)
     for region in regions[1:]:
         top, offset = min(tops[i] for i in region), offsets[region[0]]
-        if offset > top + SLACK or any(offset < lows[i] for i in region):
+        ceiling = max(top + SLACK, min(ceilings[i] for i in region))
+        if offset > ceiling or any(offset < lows[i] for i in region):
             for i in region:
                 best[i] = top
     if any(offset < low for offset, low in zip(best, lows, strict=True)):
