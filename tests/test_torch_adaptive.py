@@ -586,7 +586,7 @@ def test_the_first_probe_takes_effect_at_once_and_later_ones_after_a_fixed_delay
     assert len(controller_of(run.scaler).pending) == DELAY
 
     def seen():
-        return policy_of(run.scaler).to_dict()["probed_largest"]
+        return policy_of(run.scaler).to_dict()["evidence"]["largest"]
 
     quieter, known = run.loss, seen()
     run.loss = lambda model: quieter(model) * 2.0

@@ -91,8 +91,6 @@ class AdaptivePolicy:
         self._evidence = Evidence(tolerance, headroom, self.format.saturates)
         self._offsets = ModuleOffsets()
         self._graph: Graph | None = None
-        self._probed_largest: int | None = None
-        """``Record.largest`` of the latest probe."""
         self._shifts: list[tuple[int, int]] = []
         """(step, shift) of the loss exponent under the paper's rule."""
 
@@ -164,9 +162,9 @@ class AdaptivePolicy:
         saturates in silence."""
         if not self.format.saturates:
             return False
-        if record.largest is None or self._probed_largest is None:
+        if record.largest is None or self._evidence.largest is None:
             return False
-        return record.largest > self._probed_largest + GROWN
+        return record.largest > self._evidence.largest + GROWN
 
     def _handle_probe(self, record: Record, now: int, result: ProbeResult, exponent: int) -> int:
         self._take_graph(result)
@@ -176,7 +174,6 @@ class AdaptivePolicy:
             # Nothing but zeros: the device raises the scale, and another probe may show more.
             self.schedule.planned(now, probe_again=True)
             return 0
-        self._probed_largest = record.largest
         # The exponent was chosen for the excess of an earlier probe, or for no gradient at all.
         safe = LARGEST_EXPONENT - self.headroom - self._evidence.largest
         shift = safe - exponent if self._predicts else 0
@@ -325,7 +322,6 @@ class AdaptivePolicy:
             "graph": self._graph and asdict(self._graph),
             "component_of_parameter": dict(self.component_of_parameter),
             "excess": self.excess,
-            "probed_largest": self._probed_largest,
             "shifts": [list(shift) for shift in self._shifts],
             "evidence": self._evidence.to_dict(),
             "offsets": self._offsets.to_dict(),
@@ -347,7 +343,7 @@ class AdaptivePolicy:
         self._plan, self._exponent = read["plan"], read["exponent"]
         self._graph, self.excess = read["graph"], read["excess"]
         self.component_of_parameter = dict(read["component_of_parameter"])
-        self._shifts, self._probed_largest = list(read["shifts"]), read["probed_largest"]
+        self._shifts = list(read["shifts"])
         # New objects: a copy of this policy may be asked first whether a state can be loaded.
         self._evidence = Evidence(self.tolerance, self.headroom, self.format.saturates)
         self._evidence.load(read["evidence"])
@@ -415,7 +411,6 @@ ADAPTIVE_POLICY = record(
     graph=optional(GRAPH),
     component_of_parameter=schema.dict_of(schema.text, INDEX),
     excess=whole(-LARGEST_OFFSET, LARGEST_OFFSET),
-    probed_largest=optional(EXPONENT),
     shifts=list_of(row(STEP, _SHIFT)),
     evidence=EVIDENCE,
     offsets=OFFSETS,
