@@ -451,7 +451,6 @@ def valid_policy(policy: Any, rule: str) -> bool:
         graph=maybe(valid_graph),
         component_of_parameter=lambda v: is_map(v, is_whole),
         excess=lambda v: is_whole(v, -100, 100),
-        probed_largest=maybe(is_exponent),
         shifts=lambda v: is_list(
             v, lambda s: is_list(s, is_whole_or_negative, 2) and len(s) == 2 and s[0] >= 0
         ),
