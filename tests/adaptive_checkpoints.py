@@ -99,11 +99,13 @@ def whole_run(case, rank, folder):
     saved, probes = {"early": 0, "overflow": OVERFLOW}, {}
     for step in range(STEPS):
         steps.append(run.step())
-        pending = [each.unshared for each in controller_of(run.scaler).pending]
-        under_way = any(pending)
+        pending = controller_of(run.scaler).pending
+        under_way = any(each.unshared for each in pending)
         if under_way:
-            # Steps until it is taken in; a run from the checkpoint has to take it again.
-            probes[step] = pending.index(True)
+            # Steps until it is taken in: in its turn, or with an overflow before it. A run from
+            # the checkpoint has to take it again.
+            taken = [each.unshared or each.record().overflow for each in pending]
+            probes[step] = taken.index(True)
         if OVERFLOW < step < STEPS - AFTER:
             saved.setdefault("probe" if under_way else "quiet", step)
         if step in saved.values():

@@ -201,8 +201,8 @@ class Policy:
         graph = Graph((Component(("b",)), Component(("a",))), (Cut("a", 0, 1),))
         near, far = (Histogram(((low, 40), (low + 9, 60)), 3, 0) for low in (-12, -60))
         tensors = (
-            ProbedTensor("b.weight", (0,), near, 8, "float16"),
-            ProbedTensor("a.weight", (1,), far, 8, "float16"),
+            ProbedTensor("b.weight", (0,), near, 8, "float16", is_parameter=True),
+            ProbedTensor("a.weight", (1,), far, 8, "float16", is_parameter=True),
         )
         result = ProbeResult(graph, tensors, {"b.weight": 0, "a.weight": 1})
         for step in range(6):
@@ -304,7 +304,8 @@ SCALES = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 def is_power_of_two(value: Any) -> bool:
-    return is_number(value, *SCALES) and math.frexp(value)[0] == 0.5
+    """As float32 holds it."""
+    return is_number(value, *SCALES) and math.frexp(torch.tensor(float(value)).item())[0] == 0.5
 
 
 def valid_scaler(state: Any) -> bool:
@@ -446,10 +447,10 @@ def valid_policy(policy: Any, rule: str) -> bool:
         rule=lambda v: v == rule,
         format=lambda v: v == "float16",
         plan=maybe(valid_plan),
+        exponent=is_exponent,
         graph=maybe(valid_graph),
         component_of_parameter=lambda v: is_map(v, is_whole),
-        gap=lambda v: is_whole(v, 0, 12),
-        loss_level=maybe(lambda v: is_whole(v, -600, 600)),
+        excess=lambda v: is_whole(v, -100, 100),
         shifts=lambda v: is_list(
             v, lambda s: is_list(s, is_whole_or_negative, 2) and len(s) == 2 and s[0] >= 0
         ),
@@ -458,12 +459,12 @@ def valid_policy(policy: Any, rule: str) -> bool:
             v,
             offsets=lambda v: is_map(v, is_offset),
             past=valid_past,
-            unmet=lambda v: is_map(v, is_whole),
         ),
         schedule=lambda v: is_dict(
             v,
             next_probe=is_step,
             in_a_row=is_whole,
+            searching=is_flag,
             unplanned=lambda v: is_list(v, is_whole_or_negative) and len(v) == 3 and v[1] >= 0,
         ),
     ):
@@ -481,11 +482,11 @@ def valid_policy(policy: Any, rule: str) -> bool:
 def valid_evidence(evidence: Any) -> bool:
     return is_dict(
         evidence,
-        peak=maybe(lambda v: is_number(v, -300, 300)),
-        excess=lambda v: is_map(v, lambda bits: is_number(bits, -600, 600)),
-        probes=lambda v: is_map(v, lambda count: is_whole(count, 1)),
-        overflowed=lambda v: is_list(v, is_text),
-        probed_largest=maybe(is_exponent),
+        largest=maybe(is_exponent),
+        below=lambda v: is_map(v, lambda bits: is_whole(bits, -600, 600)),
+        probes=is_whole,
+        parameters=lambda v: is_map(v, lambda bits: is_whole(bits, -600, 600)),
+        unsafe=lambda v: is_list(v, is_text),
         needs=lambda v: is_list(
             v,
             lambda need: (
@@ -493,7 +494,7 @@ def valid_evidence(evidence: Any) -> bool:
                 and len(need) == 3
                 and is_text(need[0])
                 and are_components(need[1])
-                and is_whole(need[2], -600, 600)
+                and is_exponent(need[2])
             ),
         ),
     )
@@ -533,7 +534,7 @@ def valid_histogram(histogram: Any) -> bool:
 def valid_tensor(tensor: Any) -> bool:
     return is_dict(
         tensor, name=is_text, components=are_components, histogram=valid_histogram,
-        exponent=is_exponent, format=is_format, is_kept=is_flag,
+        exponent=is_exponent, format=is_format, is_kept=is_flag, is_parameter=is_flag,
     )  # fmt: skip
 
 
@@ -580,7 +581,6 @@ def valid_pending(row: Any) -> bool:
         largest=maybe(is_exponent),
         overflow=is_flag,
         bad_loss=is_flag,
-        gap=maybe(lambda v: is_whole(v, 0, 12)),
         uncut=is_flag,
     )
 

@@ -59,15 +59,17 @@ def test_the_error_is_that_of_float16_within_a_factor_of_two(x, exponent):
 
 
 @fixed
-@given(gradients(), st.integers(-20, 20), st.integers(0, 12))
-def test_what_a_probe_in_float16_has_flushed_is_not_forgotten(x, exponent, higher):
+@given(gradients(), st.floats(0.01, 0.2), st.integers(0, 12))
+def test_what_a_probe_in_float16_has_flushed_is_not_forgotten(x, fraction, higher):
+    exponent = math.floor(-25 - math.log2(np.quantile(np.abs(x), fraction)))
     with np.errstate(over="ignore"):
         stored = (x * np.float32(2.0**exponent)).astype(np.float16)
     flushed = (stored == 0).sum()
     assume(np.isfinite(stored).all() and 0 < flushed < len(x) / 2)
     told = histogram_of(stored, exponent, "float16").error(exponent + higher, "float16")
     found, small = measured(x, exponent + higher)
-    assert told >= 0.4 * found or small < 50
+    # Of 10 bits higher it cannot know: what it has rounded up to the smallest value seems normal.
+    assert told >= 0.4 * found or small < 50 or (higher >= 10 and found < 1e-4)
     assert told > 0, "where an element was flushed, nobody knows that none is lost"
 
 

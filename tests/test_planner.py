@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gradlift.plan import Component, Cut, Evidence, Graph, Histogram, choose
 from gradlift.plan.evidence import MIN_PROBES
-from gradlift.plan.observations import ProbedTensor, ProbeResult, Record
+from gradlift.plan.observations import ProbedTensor, ProbeResult
 from gradlift.plan.planner import LARGEST_OFFSET, SLACK, check_limits
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
@@ -51,20 +51,20 @@ class Network:
     @property
     def evidence(self):
         evidence, result = Evidence(TOLERANCE, HEADROOM), self.result
-        seen = [p for i, p in enumerate(self.peaks) if i not in self.unseen]
-        record = Record(0, 0, max(seen) + self.by, overflow=False)
         for _ in range(self.probes):
-            evidence.add(record)
-            evidence.add_probe(record, result)
+            evidence.add_probe(result)
         return evidence
 
-    def plan(self, offsets=None, evidence=None, *, probed=True, **changes):
+    def plan(self, offsets=None, evidence=None, *, probed=True, lower=0):
+        """The plan with the loss at the highest exponent that is safe, or ``lower`` than that."""
+        evidence = evidence or self.evidence
+        assert evidence.largest is not None
         return choose(
             self.graph,
-            evidence or self.evidence,
+            evidence,
+            exponent=15 - HEADROOM - evidence.largest - lower,
             offsets=offsets or [0] * len(self.peaks),
             tensors=self.result.tensors if probed else (),
-            **changes,
         )
 
     def safe(self, plan, evidence=None):
@@ -72,7 +72,7 @@ class Network:
         evidence, loss = evidence or self.evidence, plan.global_exponent
         tops = [evidence.highest(self.graph, i) for i in range(len(self.peaks))]
         most = loss + LARGEST_OFFSET
-        safe = [most if t is None else min(max(t - evidence.reference, loss), most) for t in tops]
+        safe = [most if top is None else min(loss + max(top, 0), most) for top in tops]
         pins = self.graph.pinned
         return [loss + pins[i] if i in pins else exponent for i, exponent in enumerate(safe)]
 
@@ -123,11 +123,11 @@ in_force = st.lists(st.integers(0, 60), min_size=9, max_size=9)
 
 @fixed
 @given(networks(unseen=True, pins="held"), in_force, st.booleans(), st.integers(0, 3))
-def test_every_exponent_lies_between_the_loss_and_the_highest_safe_one(net, before, probed, gap):
+def test_every_exponent_lies_between_the_loss_and_the_highest_safe_one(net, before, probed, lower):
     offsets = [net.graph.pinned.get(i, at) for i, at in enumerate(before[: len(net.peaks)])]
     for start, slack in (([0] * len(offsets), 0), (offsets, SLACK)):
-        plan = net.plan(start, probed=probed, gap=gap)
-        assert plan.global_exponent == 15 - HEADROOM - gap - net.evidence.reference
+        plan = net.plan(start, probed=probed, lower=lower)
+        assert plan.global_exponent == 15 - HEADROOM - lower - net.evidence.largest
         for exponent, safe in zip(plan.exponents, net.safe(plan), strict=True):
             assert exponent >= plan.global_exponent
             assert exponent <= safe + slack * (exponent > plan.global_exponent)
@@ -232,9 +232,12 @@ def test_there_is_no_cut_where_no_tensor_needs_one(net, before):
 
 def check_overflow(net, plan, evidence, hit):
     behind = net.graph.behind([hit])
-    evidence.add_overflow(net.graph, {hit: plan.exponents[hit]}, behind)
+    evidence.add_overflow(net.graph, {i: plan.offsets[i] for i in behind})
     after = net.plan(plan.offsets, evidence, probed=False)
-    assert all(after.offsets[i] == net.graph.pinned.get(i, 0) for i in behind)
+    for i in behind:
+        # A few bits are worth no new plan: the device has lowered the loss by more.
+        stays = plan.offsets[i] if 0 < plan.offsets[i] <= SLACK else 0
+        assert after.offsets[i] in (net.graph.pinned.get(i, 0), net.graph.pinned.get(i, stays))
     safe = net.safe(after, evidence)
     for i, offset in enumerate(after.offsets):
         assert offset <= max(safe[i] - after.global_exponent, plan.offsets[i])
@@ -252,15 +255,12 @@ def test_an_overflow_brings_all_behind_it_back_to_the_loss_until_a_probe(net, da
     hit = data.draw(st.sampled_from(raised))
     after = check_overflow(net, plan, evidence, hit)
     assert net.plan(after.offsets, evidence, probed=False).offsets == after.offsets
-    record = Record(9, 0, max(net.peaks), overflow=False)
     if hit not in net.unseen:
         # Each probe forgets a part of it.
         for _ in range(20):
-            evidence.add_probe(record, net.result)
+            evidence.add_probe(net.result)
             after = net.plan(after.offsets, evidence)
         assert settled(net, evidence, after.offsets).offsets == after.offsets
-        if not net.unseen:
-            assert len(after.active) <= len(plan.active)
         given = min(net.safe(after, evidence)[hit], after.exponents[hit] + SLACK)
         shown = net.result.tensors[hit].histogram
         error = shown.error(after.exponents[hit], "float16")
@@ -284,10 +284,11 @@ def test_a_component_that_no_probe_has_seen_goes_with_a_neighbour(net, before):
     held = [net.graph.pinned.get(i, at) for i, at in enumerate(before[: len(net.peaks)])]
     for offsets in ([0] * len(net.peaks), held):
         plan = settled(net, offsets=offsets)
-        for i in net.unseen - net.graph.pinned.keys():
+        hidden = (i for i in net.unseen if net.evidence.highest(net.graph, i) is None)
+        for i in set(hidden) - net.graph.pinned.keys():
             ends = [{cut.downstream, cut.upstream} for cut in net.graph.cuts]
-            near = {plan.exponents[j] for pair in ends if i in pair for j in pair - {i}}
-            assert plan.exponents[i] in near
+            near = {plan.offsets[j] for pair in ends if i in pair for j in pair - {i}}
+            assert plan.offsets[i] in near | {offsets[i]}, "or stays where it is"
 
 
 @fixed
@@ -313,11 +314,9 @@ def test_a_tensor_asks_for_no_more_than_a_held_component_can_give():
     small = replace(net.result.tensors[4], components=(1, 2))
     for tensors, active in (((*weights, small), 0), (net.result.tensors, 1)):
         result, evidence = replace(net.result, tensors=tensors), Evidence(TOLERANCE, HEADROOM)
-        record = Record(0, 0, 0, overflow=False)
         for _ in range(MIN_PROBES):
-            evidence.add(record)
-            evidence.add_probe(record, result)
-        plan = choose(graph, evidence, offsets=[0, 0, 0], tensors=tensors)
+            evidence.add_probe(result)
+        plan = choose(graph, evidence, exponent=12, offsets=[0, 0, 0], tensors=tensors)
         assert len(plan.active) == active
 
 

@@ -223,6 +223,9 @@ class AdaptivePolicy:
         ran_at = {i: self._ran_at(record, i) for i in first}
         if self.rule is None:
             # The device lowers the loss. Only components above it are the plan's to lower.
+            # Both sides of a cut store its gradient, and an inf in it shows upstream only.
+            sides = {cut.downstream for cut in self._graph.cuts if cut.upstream in ran_at}
+            ran_at |= {i: self._ran_at(record, i) for i in sides}
             ran_at = {i: offset for i, offset in ran_at.items() if offset > 0}
             behind = self._graph.behind(ran_at)
             self._evidence.add_overflow(self._graph, {i: self._ran_at(record, i) for i in behind})

@@ -128,9 +128,9 @@ class Histogram:
         if not self.counts or is_wide(format):
             return None
         format = get(format)
-        low = format.min_subnormal - self.counts[-1][0] - 1
-        # All elements are normal at the second, and with that hidden ones cause no error in
-        # float32.
+        # All elements are flushed at the first. All are normal at the second, and with that hidden
+        # ones cause no error in float32.
+        low = format.min_subnormal - self.counts[-1][0] - 3
         high = format.min_exponent - self.counts[0][0] + 24
         while high - low > 1:
             middle = (low + high) // 2

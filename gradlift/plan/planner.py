@@ -163,6 +163,8 @@ def _chosen(
     if any(offsets[component] != pin for component, pin in graph.pinned.items()):
         return _with_fewest_cuts(graph, lows, tops)
     regions = graph.regions(offsets)
+    if any(offsets[i] > tops[i] + SLACK for i in regions[0]):
+        return _with_fewest_cuts(graph, lows, tops)  # next to a pinned one
     best = list(offsets)
     for region in regions[1:]:
         top, offset = min(tops[i] for i in region), offsets[region[0]]
