@@ -175,7 +175,7 @@ def planned(result, probes=4):
     evidence = Evidence(tolerance=1e-3, headroom=3)
     for _ in range(probes):
         evidence.add_probe(result)
-    zero, safe = [0] * len(result.graph.components), 15 - 3 - evidence.largest
+    zero, safe = [0] * len(result.graph.components), 15 - 3 - (evidence.largest or 0)
     return choose(result.graph, evidence, exponent=safe, offsets=zero, tensors=result.tensors)
 
 
