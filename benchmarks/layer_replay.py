@@ -44,10 +44,7 @@ import contextlib
 import inspect
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 import textwrap
 import time
 from collections import deque
@@ -63,7 +60,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import layer_recording, regimes
-from benchmarks.command import ROOT, Command, begin, tell
+from benchmarks.command import Command, begin, tell
 from benchmarks.layer_runs import (
     NONE,
     Arm,
@@ -101,14 +98,11 @@ from gradlift.plan.histogram import Histogram
 from gradlift.plan.observations import ProbeResult, Record
 from gradlift.policy import Dynamic, Predictive
 from gradlift.torch.adaptive.controller import DELAY
-from gradlift.torch.adaptive_scaler import AdaptiveGradScaler
 from gradlift.torch.probe.result import result_of
 from gradlift.torch.probe.rows import Row
 from gradlift.torch.ranks.reductions import Reduction
 
-_DEFAULTS = inspect.signature(AdaptiveGradScaler.__init__).parameters
-TOLERANCE: float = _DEFAULTS["tolerance"].default
-HEADROOM: int = _DEFAULTS["headroom"].default
+TOLERANCE, HEADROOM = evidence.TOLERANCE, Predictive.headroom
 _LAYERED = ("chain", "residual", "pyramid", "attention")
 _DEEP = ("chain", "chain", "residual", "attention")
 
@@ -566,8 +560,15 @@ def make_variants() -> list[Variant]:
             "overflow: a probe of it does not move the loss",
             AdaptivePolicy,
             "_handle_overflow",
-            "if ran_at or not self._predicts:",
-            "if True:",
+            "return min(LARGEST_EXPONENT - self.headroom - largest - exponent, 0)",
+            "return 0",
+        ),
+        edit(
+            "overflow: the loss does not get its scale back",
+            AdaptivePolicy,
+            "_handle_overflow",
+            "return PREDICTIVE_BACKOFF",
+            "return 0",
         ),
         # The loss scale.
         edit(
@@ -781,20 +782,6 @@ def replay_all(
     return results
 
 
-def replay_former(folder: Path, numbers: Sequence[int], former: Path, *more: str) -> list[Result]:
-    """Replay another version's planner, in a process of its own; see ``layer_former.py``."""
-    code = [sys.executable, "-P", "-m", "benchmarks.layer_former", str(folder.absolute())]
-    path = os.pathsep.join([str(former.absolute()), str(ROOT)])
-    done = subprocess.run(
-        [*code, *map(str, numbers), *more],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return [Result(**found) for found in json.loads(done.stdout.splitlines()[-1])]
-
-
 def ablate(folder: Path, numbers: Sequence[int], only: str | None) -> Results:
     """Replay the default and every variant on every recording."""
     variants = []
@@ -867,8 +854,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--set", choices=list(SETS), nargs="+", default=["tune"], help=text)
     command.add_argument("--only", type=int, metavar="N", help="one regime of the set")
     command.add_argument("--each", action="store_true", help="print single regimes too")
-    text = "folder with a copy of gradlift at 283d340 (see layer_former.py), to replay it too"
-    command.add_argument("--former", type=Path, metavar="PATH", help=text)
     command.add_argument("--variant", metavar="TEXT", help="ablate only what has TEXT in its name")
     options = command.parse_args(argv)
     numbers = [number for name in options.set for number in SETS[name]]
@@ -892,10 +877,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if options.action == "replay":
         results = replay_all(options.folder, numbers, make_arms())
-        if options.former is not None:
-            folder = options.folder, numbers, options.former
-            results["283d340, one scale"] = replay_former(*folder, "--one-scale")
-            results["283d340, layer-wise"] = replay_former(*folder)
         print_table(results, "torch")
     else:
         with remembered_needs():

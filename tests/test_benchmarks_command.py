@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if "main()" in p.read_text())
 # Those of JAX run where JAX does.
 WITHOUT_DEVICE = (
-    "deep_tanh", "distributed_traffic", "host_cost", "jax_overhead", "jax_scan", "regimes",
-    "step_walk",
+    "deep_tanh", "distributed_traffic", "host_cost", "jax_overhead", "jax_scan", "layer_replay",
+    "regimes", "step_walk",
 )  # fmt: skip
 WITH_DEVICE = [name for name in SCRIPTS if name not in WITHOUT_DEVICE]
 

@@ -62,4 +62,4 @@ def test_ranks_that_start_in_overflow_come_down_together(ranks):
     for rank in ranks:
         alike, odd = rank["down"]
         assert odd == alike
-        assert sum(odd) == 2
+        assert sum(odd) <= 3

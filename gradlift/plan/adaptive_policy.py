@@ -4,7 +4,8 @@ Pure Python over whole numbers: ranks that observe the same decide the same. Eve
 record, a probed step also the result of its probe::
 
     a probe      take it in as evidence, plan; probe again at once if a component was raised
-    an overflow  take it in as evidence of the raised components that show it first; probe at once
+    an overflow  take it in as evidence of the raised components that show it first, and give the
+                 loss its scale back if no other does; probe at once
     otherwise    in an 8-bit format, probe if the largest gradient has grown
 
 The device decides the loss scale: ``Predictive`` follows the largest parameter gradient, see
@@ -42,6 +43,7 @@ from gradlift.plan.paper_planner import paper_plan
 from gradlift.plan.plan import PLAN, Plan
 from gradlift.plan.planner import LARGEST_OFFSET, choose
 from gradlift.plan.probe_schedule import SCHEDULE, ProbeSchedule
+from gradlift.policy import BACKOFF as PREDICTIVE_BACKOFF
 from gradlift.policy import LARGEST_EXPONENT
 from gradlift.schema import Mismatch, list_of, optional, record, row, whole
 from gradlift.zhao2019 import Zhao2019, check_same, name_of, resolve
@@ -236,7 +238,11 @@ class AdaptivePolicy:
             self._evidence.add_true_overflow(self._graph, behind)
         if self.rule is not None or (self._plan is not None and (ran_at or self._plan.active)):
             self._replan(exponent)
-        if ran_at or not self._predicts:
+        if not self._predicts:
+            return 0
+        if first and all(self._ran_at(record, i) > 0 for i in first):
+            return PREDICTIVE_BACKOFF  # the loss is not to blame, and the device has lowered it
+        if ran_at:
             return 0
         return min(LARGEST_EXPONENT - self.headroom - largest - exponent, 0)
 

@@ -35,7 +35,9 @@ def result_of(
     """
     number = rows.components.indices()
     index = [number[root] for root in rows.components.roots]
-    loss, first = number[rows.components.loss], rows.components.first_keys()
+    loss = number[rows.components.loss]
+    is_rounded = any(row.rounded for row in rows.rows)
+    first = rows.components.first_keys() if is_rounded else {}
     tensors: list[ProbedTensor] = []
     for row, histogram in records:
         at = exponent + row.offset
