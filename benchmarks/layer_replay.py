@@ -575,7 +575,7 @@ def make_variants() -> list[Variant]:
             "a probe never moves the loss",
             AdaptivePolicy,
             "_handle_probe",
-            "shift = shift if self.plan is None else min(shift, 0)",
+            "shift = shift if self._plan is None else min(shift, 0)",
             "shift = 0",
         ),
         edit(
