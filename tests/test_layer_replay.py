@@ -256,7 +256,9 @@ def test_no_exponent_falls_where_gradients_only_shrink(tree, seed):
     last = np.flatnonzero(overflows)[-1] if overflows.any() else -1
     # What an overflow has lowered is settled a few steps later.
     settled = exponents[last + 5 :]
-    fell = (np.diff(settled, axis=0) < 0).any(axis=1)
-    # All components may return to one exponent that serves them.
+    moved = np.diff(settled, axis=0)
+    # All components may return to one exponent that serves them, and new cuts that raise one
+    # component may leave out another.
     serves_all = (settled == settled[:, :1]).all(axis=1)[1:]
-    assert not (fell & ~serves_all).any()
+    exempt = serves_all | (moved > 0).any(axis=1)
+    assert not ((moved < 0).any(axis=1) & ~exempt).any()

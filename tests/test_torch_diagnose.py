@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradlift.formats import get, round_to
+from gradlift.plan.evidence import TOLERANCE
 from gradlift.plan.histogram import Histogram
+from gradlift.policy import Predictive
 from gradlift.report.diagnosis import Gradient
 from gradlift.torch import AdaptiveGradScaler, diagnose
 from gradlift.torch.diagnose import _round_subnormals, _sketch
@@ -442,9 +444,9 @@ def test_full_names_are_printed():
 
 
 def test_the_default_tolerance_and_headroom_are_the_scalers():
-    for name in ("tolerance", "headroom"):
-        own = inspect.signature(diagnose).parameters[name].default
-        assert own == inspect.signature(AdaptiveGradScaler).parameters[name].default
+    own = inspect.signature(diagnose).parameters
+    assert own["headroom"].default == Predictive.headroom
+    assert own["tolerance"].default == TOLERANCE
 
 
 def test_a_sparse_gradient_is_measured():

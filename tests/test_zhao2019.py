@@ -497,13 +497,13 @@ def policy(rule: str | Zhao2019 = "zhao2019") -> AdaptivePolicy:
 
 
 def test_the_largest_gradients_keep_the_formula_from_overflow():
-    """Twice the headroom where one probe alone has seen a component, and the parameters count."""
+    """The parameters' gradients count too."""
     for peak, more in ((4, tensor(2, 4)), (9, tensor(2, 9, "a.weight"))):
         it = policy(FREE)
         it.observe(Record(0, 8, peak, False), 2, result_with(more))
         assert it.plan is not None
-        assert it.plan.exponents[2] == 15 - 2 * 3 - peak
-        assert f"m2 takes no more than 2^{15 - 2 * 3 - peak}" in it.plan.active[0].why
+        assert it.plan.exponents[2] == 15 - 3 - peak
+        assert f"m2 takes no more than 2^{15 - 3 - peak}" in it.plan.active[0].why
 
 
 def test_it_follows_the_formula_and_waits_between_probes():
