@@ -5,8 +5,7 @@ A pure function of the graph, the evidence and the offsets in force::
     highest of a component  = how far its gradients lie below the model's largest one; at least 0
     lowest of a component   = the offset that its tensors need, as far as all components that store
                               them can give it
-    keep the offsets in force while every component lies between the two, with SLACK above, or
-                              while the latest batch is safe
+    keep the offsets in force while every component lies between the two, with SLACK above
     otherwise put the regions in force as high as is safe, if that satisfies every tensor
     otherwise find the fewest cuts that do (``fewest_cuts.py``)
     return to one exponent if that satisfies every tensor with twice SLACK to spare
@@ -66,7 +65,7 @@ def choose(
     needs = _needs(count, evidence, exponent)
     lows = _lowest(graph, evidence, tops, exponent)
     ceilings = [_safe(graph, evidence, i, exponent + tops[i]) - exponent for i in range(count)]
-    chosen = _chosen(graph, lows, tops, ceilings, offsets, is_probed=bool(tensors))
+    chosen = _chosen(graph, lows, tops, offsets, is_probed=bool(tensors))
     exponents = [exponent + offset for offset in chosen]
     reasons = _reasons(graph, evidence, offsets, chosen, needs) if tensors else ()
     return Plan.of(
@@ -151,13 +150,7 @@ def _lowest(graph: Graph, evidence: Evidence, tops: Sequence[int], loss: int) ->
 
 
 def _chosen(
-    graph: Graph,
-    lows: Sequence[int],
-    tops: Sequence[int],
-    ceilings: Sequence[int],
-    offsets: list[int],
-    *,
-    is_probed: bool,
+    graph: Graph, lows: Sequence[int], tops: Sequence[int], offsets: list[int], *, is_probed: bool
 ) -> list[int]:
     """Return the offsets in force as far as they are good, or those with the fewest cuts."""
     if any(offsets[component] != pin for component, pin in graph.pinned.items()):
@@ -168,8 +161,8 @@ def _chosen(
     best = list(offsets)
     for region in regions[1:]:
         top, offset = min(tops[i] for i in region), offsets[region[0]]
-        ceiling = max(top + SLACK, min(ceilings[i] for i in region))
-        if offset > ceiling or any(offset < lows[i] for i in region):
+        # Above that it would hold the loss scale down.
+        if offset > top + SLACK or any(offset < lows[i] for i in region):
             for i in region:
                 best[i] = top
     if any(offset < low for offset, low in zip(best, lows, strict=True)):
