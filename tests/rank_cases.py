@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import math
 import os
@@ -711,6 +712,37 @@ def a_guard_mends_a_layer_that_one_rank_has_no_part_of() -> None:
     with torch.autocast("cpu", torch.float16):
         out = model(x)
     assert torch.equal(out, torch.full((2, 1), 2.0**19 + 1)), out
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+@case(2)
+def a_look_ends_where_one_rank_has_a_new_scaler() -> None:
+    """The others look no more once they load, so this rank must not wait for them."""
+    for forward, held in (("mend", True), (None, False)):
+        model, x = hot("tp"), torch.eye(4, 8)
+        optimizer, before = torch.optim.SGD(model.parameters(), 0.0), hooks_of(model)
+        scaler = GradScaler("cpu", 2.0, model=model, forward="mend")
+        state = scaler.state_dict()
+        scaler.scale(model(x).square().mean() * math.nan).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        looks = hooks_of(model) > before
+        scaler.scale(model(x).square().mean()).backward()
+        old = None
+        gc.disable()
+        if on_first():
+            scaler.unscale_(optimizer)
+            old = scaler if held else None
+            scaler = GradScaler("cpu", 2.0, model=model, forward=forward)
+        scaler.load_state_dict(state)
+        left = hooks_of(model) - before
+        gc.enable()
+        assert everyone((looks, left)) == [(True, 0)] * 2, (looks, left, held)
+        assert model(x).shape == (4, 4)
+        del old
 
 
 @case(4)

@@ -329,6 +329,21 @@ def test_a_look_ends_with_its_scaler():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("same_guard", [False, True])
+def test_a_new_scaler_ends_the_look_of_one_that_is_still_held(same_guard):
+    model = network()
+    guard = ForwardGuard(model)
+    old = Run(model, made(GradScaler, model, forward=guard))
+    old.step(X * math.nan)
+    assert any(m._forward_hooks for m in model.modules())
+    new = Run(model, made(GradScaler, model, forward=guard if same_guard else "mend"))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    new.step(X * math.nan)
+    assert any(m._forward_hooks for m in model.modules())
+    new.step()
+    old.step()
+
+
 def test_a_healthy_run_is_watched_never_and_ends_at_the_same_bits():
     model, plain = network(), network()
     run = Run(model, GradScaler("cpu", model=model, forward="mend"))

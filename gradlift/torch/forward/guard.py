@@ -236,6 +236,15 @@ class Look:
         return told.item()
 
 
+def end_looks(guard: ForwardGuard) -> None:
+    """End every look at a guard's model, this guard's and any other's."""
+    for module in guard._modules.values():
+        for hook in tuple(module._forward_hooks.values()):
+            look = getattr(hook, "__self__", None)
+            if isinstance(look, Look):
+                look.stop()
+
+
 class _Call(NamedTuple):
     """A call of a module that is looked at."""
 

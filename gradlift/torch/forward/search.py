@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradlift.torch.compiled.entry_points import is_compiled
 from gradlift.torch.forward.cause import Cause
-from gradlift.torch.forward.guard import ForwardGuard, Look
+from gradlift.torch.forward.guard import ForwardGuard, Look, end_looks
 from gradlift.torch.forward.watch import StepWatch
 from gradlift.torch.step.overflow_report import OverflowReport
 from gradlift.torch.step.update import BAD_LOSS, CONSECUTIVE, UPDATES
@@ -53,6 +53,9 @@ class CauseSearch:
         """What broke the last step that was watched and broken."""
         self.under_way: StepWatch | Look | None = None
         """What looks at the step under way: at all of it, or module by module; mostly nothing."""
+        if guard is not None:
+            # A scaler that this one replaces may look still, and on other ranks nobody does.
+            end_looks(guard)
         self._begin()
 
     def _begin(self) -> None:

@@ -14,7 +14,7 @@ Nothing here reads a flag on the host, but on the CPU, where it costs nothing.
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -354,8 +354,14 @@ class GradCheck:
         """Let whoever reads torch's dict between ``unscale_`` and ``step`` see the flags of all
         ranks, where torch's class reduces them."""
         if self.agreement.ranks is not None:
-            flags = ReadFlags(known.flags, functools.partial(self._found_in_shards, known))
-            known.entry["found_inf_per_device"] = flags
+            # No cycle, so that a search, which has hooks, ends with its scaler and not later.
+            own = weakref.ref(self)
+
+            def ask() -> Tensor | None:
+                check = own()
+                return None if check is None else check._found_in_shards(known)
+
+            known.entry["found_inf_per_device"] = ReadFlags(known.flags, ask)
 
     def _found_in_shards(self, known: OptimizerStep) -> Tensor | None:
         optimizer = known.optimizer and known.optimizer()
