@@ -1,4 +1,4 @@
-"""Saved states of the soak: damaged in one place, and compared."""
+"""What the soak damages, saved states and record files, and how states are compared."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ def damaged(state: dict[str, Any], dice: random.Random) -> dict[str, Any]:
     if isinstance(value, str) and value and dice.random() < 0.5:
         return {**state, key: value[: dice.randrange(len(value))]}
     return {**state, key: dice.choice(BAD)}
+
+
+def junk(chance: int) -> bytes:
+    """What damage appends to a record file: one line or more, mostly of no meaning."""
+    return random.Random(chance).randbytes(chance % 300) + b"\n"
 
 
 BAD: tuple[Any, ...] = (None, "x", -1, math.nan, math.inf, 0, 2**70, [], {}, [1], True, -0.5)

@@ -148,7 +148,23 @@ def test_records_are_read_as_they_are_written(tmp_path):
     lines = [json.dumps(row).encode() for row in rows]
     path = tmp_path / "records.jsonl"
     path.write_bytes(b"\n".join([*lines, b"\xff torn", b"{"]))
-    assert read_records(path) == ({0: (2.0, False), 1: (2.0, False), 2: (1.0, True)}, 2)
+    right = {0: (2.0, False), 1: (2.0, False), 2: (1.0, True)}
+    assert read_records(path) == (right, [b"\xff torn", b"{"])
+
+
+def test_a_step_that_is_taken_again_may_damage_the_records_again(tmp_path):
+    from soak_damage import junk
+    from soak_rank import read_records, unread_but_junk
+
+    fault = Fault(10, "damaged record", 0, 931750765)
+    spoiled = junk(fault.chance)
+    assert len(spoiled.splitlines()) == 6
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"step": 0, "scale": 2.0}\n' + 2 * spoiled + b'{"step": 1, "sc\n\n')
+    records, unread = read_records(path)
+    assert records == {0: (2.0, False)}
+    assert unread_but_junk(unread, [fault]) == [b'{"step": 1, "sc']
+    assert unread_but_junk(unread, []) == unread
 
 
 # The soak as it runs, in a process that has no threads yet.
