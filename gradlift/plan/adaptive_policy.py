@@ -180,8 +180,14 @@ class AdaptivePolicy:
         safe = LARGEST_EXPONENT - self.headroom - self._evidence.largest
         shift = safe - exponent if self._predicts else 0
         shift = shift if self._plan is None else min(shift, 0)
+        before = self._planned_offsets()
         self._replan(exponent + shift, result)
         assert self._plan is not None
+        fell = any(now < then for now, then in zip(self._plan.offsets, before, strict=True))
+        if fell and self._predicts and record.largest is not None:
+            # They counted more than the largest gradient, and held the loss scale down.
+            room = min(safe - exponent, record.largest - self._evidence.largest)
+            shift = max(shift, room)
         self.excess = self._new_excess(record, self._evidence.largest)
         self.schedule.planned(now, probe_again=self._plan.probe_again)
         return shift
