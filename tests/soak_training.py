@@ -59,7 +59,7 @@ def batch(case: Case, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]
 
 def optimizer_of(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     groups: dict[bool, list[Tensor]] = {}
-    for param in parameters:  # torch's foreach takes no DTensor beside a plain tensor
+    for param in parameters:  # torch's foreach takes no DTensor next to a plain tensor
         groups.setdefault(hasattr(param, "to_local"), []).append(param)
     parameters = [{"params": group} for group in groups.values()]  # type: ignore[misc]
     if kind in ("adamw", "fused"):

@@ -358,7 +358,7 @@ def test_its_state_loads_in_torchs_scaler_and_the_other_way_round():
 
 @pytest.mark.parametrize("used", [False, True])
 def test_torchs_state_gives_it_the_scale_alone(used):
-    """Growth and back-off are the policy's; records under way were of another scale."""
+    """Growth and back-off are the policy's; records on their way were of another scale."""
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     run = Run(tanh_net(4), lr=0.0).steps(6 if used else 0)
     policy = run.scaler.policy
