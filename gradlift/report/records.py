@@ -97,8 +97,8 @@ class StepRecord:
     first_bad: str | None = None
     """The first tensor that was not finite, in a sentence, where it was looked for."""
     largest: int | None = None
-    """floor(log2) of the largest true gradient that the loss scale follows, where it was measured: of
-    the parameters; with layer-wise exponents as their components store it."""
+    """floor(log2) of the largest true gradient that the loss scale follows, where it was measured:
+    of the parameters; with layer-wise exponents as their components store it."""
     time: float | None = None
     """When the step ended, in seconds since 1970."""
 
